@@ -29,7 +29,7 @@ def ours(size: str, method: str, settings: list[str]) -> None:
 
     measure(size, [f"method={method}", f"method.rank={RANK}", f"train.batch_size={BATCH}",
                    f"train.micro_batch_size={BATCH}", f"data.sequence_length={LENGTH}", "parallel.zero=0",
-                   "train.clip=1.0", *settings])  # fmt: skip
+                   "train.max_grad_norm=1.0", *settings])  # fmt: skip
 
 
 def peft(size: str, method: str, settings: list[str]) -> None:

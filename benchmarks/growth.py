@@ -31,7 +31,7 @@ TITLES = {"lengths": "Llama 1B, full, by tokens", "sizes": "LoRA over fp8, 2 × 
 LENGTHS = [1024 << n for n in range(8)]
 RUN: dict[str, Any] = {
     "data": {"train": "none"}, "objective": "causal", "precision": "bf16", "compile": True, "ranks": 1,
-    "train": {"clip": None, "steps": 10}, "output": "growth",
+    "train": {"max_grad_norm": None, "steps": 10}, "output": "growth",
 }  # fmt: skip
 
 
@@ -55,7 +55,7 @@ def resolved(name: str, length: int, more: dict[str, Any]) -> dict[str, Any]:
     """A run with what it would find by itself on one GPU; nothing reads weights here."""
     values = RUN | more | {"model": {"config": shape_of(name), "tokenizer": "none"}}
     own = {"device": "cuda", "backend": "gloo", "parallel": {"zero": 2}}
-    return values | own | {"train": values["train"] | {"masters": "split"},
+    return values | own | {"train": values["train"] | {"master_weights": "split"},
                            "data": RUN["data"] | {"sequence_length": length}}  # fmt: skip
 
 

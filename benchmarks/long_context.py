@@ -31,10 +31,10 @@ def settings(tokens: int, layers: int, group: int, on_host: int, keep: bool) -> 
         "recompute_attention": not keep,
         "model": {"config": LLAMA | {"num_hidden_layers": layers}, "tokenizer": "none"},
         "data": {"train": "none", "sequence_length": tokens}, "objective": "causal", "precision": "bf16",
-        "device": "cuda", "ranks": 1, "backend": "gloo", "compile": True, "tile": 16384, "recompute": "full",
+        "device": "cuda", "ranks": 1, "backend": "gloo", "compile": True, "tiled_mlp": 16384, "recompute": "full",
         "method": {"type": "qlora", "bits": "fp8"}, "parallel": {"zero": 2},
         "offload": {"activations": "cpu"} | ({"activation_blocks": on_host} if on_host < layers else {}),
-        "train": {"batch_size": 1, "micro_batch_size": 1, "steps": 2, "clip": None, "masters": "split"},
+        "train": {"batch_size": 1, "micro_batch_size": 1, "steps": 2, "max_grad_norm": None, "master_weights": "split"},
         "output": "long-context",
     }  # fmt: skip
 

@@ -1,7 +1,8 @@
 """Tokens per second of full fine-tuning with the optimizer off the device: the real set-up, random weights.
 
-    python benchmarks/offload.py 3b offload.optimizer=cpu train.clip=null compile=true
-    python benchmarks/offload.py 32b offload.optimizer=cpu offload.ratio=auto train.optimizer=adamw8bit train.clip=null
+    python benchmarks/offload.py 3b offload.optimizer=cpu train.max_grad_norm=null compile=true
+    python benchmarks/offload.py 32b offload.optimizer=cpu offload.ratio=auto train.optimizer=adamw8bit \\
+        train.max_grad_norm=null
 
 Arguments after the size are settings of a run, as for `shardwise train`. Prints one line of JSON.
 """
@@ -93,7 +94,7 @@ def main(size: str, settings: list[str]) -> None:
     world = init_world(job.run)
     setup.fill_model = lambda job, sharded, masters: fill(sharded)  # type: ignore[assignment]
     setup.check_model = lambda *args: None  # type: ignore[assignment]
-    parts = setup.build_parts(job, world, Status(None))
+    parts = setup.build_state(job, world, Status(None))
     train = job.run.train
     built = time.perf_counter() - started
     times, losses, host = [], [], []

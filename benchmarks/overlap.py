@@ -25,7 +25,7 @@ BURST = "256kb"  # less than a tenth of a block: what passes at once would hide 
 NONE: dict[str, Any] = {"prefetch": 0, "bucket": None}
 VARIANTS: dict[str, dict[str, Any]] = {
     "none": NONE, "one": NONE | {"prefetch": 1}, "three": NONE | {"prefetch": 3}, "auto": {},
-    "none-bf16": NONE | {"reduce": "bf16"},
+    "none-bf16": NONE | {"reduce_dtype": "bf16"},
 }  # fmt: skip
 
 

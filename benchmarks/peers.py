@@ -74,7 +74,8 @@ def ours(model: str, rows: int, **settings: Any) -> Step:
         "model": {"config": dict(MODELS[model]), "tokenizer": "none"},
         "data": {"train": "none", "sequence_length": LENGTH}, "objective": "causal", "precision": "bf16",
         "device": "cuda", "ranks": 1, "backend": "gloo", "compile": True, "parallel": {"zero": 2},
-        "train": {"batch_size": rows, "micro_batch_size": rows, "steps": 10, "clip": None, "masters": "split"},
+        "train": {"batch_size": rows, "micro_batch_size": rows, "steps": 10, "max_grad_norm": None,
+                  "master_weights": "split"},
         "output": "/tmp/peers",
     }  # fmt: skip
     for key, value in settings.items():
@@ -151,13 +152,15 @@ CONTESTANTS: dict[str, Callable[[str, int], Step]] = {
     "ours": lambda m, n: ours(m, n),
     "ours-plain-experts": lambda m, n: ours(m, n, experts="plain"),
     "ours-8bit": lambda m, n: ours(m, n, train__optimizer="adamw8bit"),
-    "ours-8bit-lean": lambda m, n: ours(m, n, train__optimizer="adamw8bit", train__in_backward=True),
+    "ours-8bit-lean": lambda m, n: ours(m, n, train__optimizer="adamw8bit", train__optimizer_in_backward=True),
     "ours-8bit-light": lambda m, n: ours(
-        m, n, train__optimizer="adamw8bit", train__in_backward=True, recompute="light"
+        m, n, train__optimizer="adamw8bit", train__optimizer_in_backward=True, recompute="light"
     ),
     "ours-fp8": lambda m, n: ours(m, n, precision="fp8"),
     "ours-8bit-fp8": lambda m, n: ours(m, n, precision="fp8", train__optimizer="adamw8bit"),
-    "ours-8bit-fp8-fast": lambda m, n: ours(m, n, precision="fp8", fp8__fast=True, train__optimizer="adamw8bit"),
+    "ours-8bit-fp8-fast": lambda m, n: ours(
+        m, n, precision="fp8", fp8__use_fast_accum=True, train__optimizer="adamw8bit"
+    ),
     "ours-lora": lambda m, n: ours(m, n, method="lora"),
     "ours-lora-fp8": lambda m, n: ours(m, n, method={"type": "qlora", "bits": "fp8"}),
     "ours-qlora": lambda m, n: ours(m, n, method="qlora"),

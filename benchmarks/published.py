@@ -59,7 +59,7 @@ ROWS = [
     Row("torchtitan 405B on 512, TP 8 × PP 8, fp8, 1F1B", "llama-3.1-405b", 64, 256, 4, 100, recompute=1, compiled=True,
         fp8=True, parallel={"zero": 2, "tensor": 8, "pipeline": 8}, hidden_tensor=0.2),
     Row("  interleaved", "llama-3.1-405b", 64, 256, 4, 128, recompute=1, compiled=True, fp8=True,
-        parallel={"zero": 2, "tensor": 8, "pipeline": 8, "schedule": "interleaved"}, hidden_tensor=0.2),
+        parallel={"zero": 2, "tensor": 8, "pipeline": 8, "pipeline_schedule": "interleaved"}, hidden_tensor=0.2),
 ]  # fmt: skip
 
 

@@ -54,7 +54,7 @@ class Training:
             "precision": "bf16" if gpu else "fp32", "device": asked.device, "ranks": 1, "backend": "gloo",
             "parallel": {"zero": 2}, "output": str(folder),
             "train": {"batch_size": asked.rows, "micro_batch_size": micro, "steps": 10,
-                      "masters": asked.masters if gpu else "fp32"},
+                      "master_weights": asked.masters if gpu else "fp32"},
         })  # fmt: skip
         source = ModelSource("llama", config_from(dict(config)), None, "none", task="causal")
         self._parts, self._optimizer = set_up(source, run, init_world(run), None)

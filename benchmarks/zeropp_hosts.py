@@ -38,9 +38,9 @@ HOSTS, LOCAL = 2, 2
 ADDRESSES = ("10.213.78.1", "10.213.78.2")
 PORT = 29417
 DEMO = Path(__file__).parents[1] / "src/shardwise/demo"
-HPZ, QWZ, QGZ = {"secondary_shard": LOCAL}, {"quantize_weights": True}, {"quantize_gradients": True}
+HPZ, QWZ, QGZ = {"hpz_size": LOCAL}, {"quantize_weights": True}, {"quantize_gradients": True}
 VARIANTS: dict[str, dict[str, Any]] = {
-    "zero3": {}, "zero3-bf16": {"reduce": "bf16"}, "hpz": HPZ, "qwz": QWZ, "qgz": QGZ, "all": HPZ | QWZ | QGZ,
+    "zero3": {}, "zero3-bf16": {"reduce_dtype": "bf16"}, "hpz": HPZ, "qwz": QWZ, "qgz": QGZ, "all": HPZ | QWZ | QGZ,
 }  # fmt: skip
 
 

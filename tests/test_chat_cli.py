@@ -10,7 +10,7 @@ from support import cli, scenarios
 from support.ranks import run_ranks
 from support.tiny import tiny_run
 
-from shardwise.checkpoint.hf import export_checkpoint, find_checkpoint
+from shardwise.checkpoint.hf import ExportOptions, export_checkpoint, find_checkpoint
 from shardwise.cli import main as command_line
 
 QUESTION = "What does ZeRO stage 3 shard?"
@@ -22,7 +22,7 @@ def output(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished run on two ranks, its model exported once more beside it."""
     tmp = tmp_path_factory.mktemp("chat")
     run_ranks(scenarios.train, 2, tiny_run(tmp, train__steps=10, train__micro_batch_size=6, parallel__zero=3))
-    export_checkpoint(find_checkpoint(tmp / "out"), tmp / "exported", shard_size=100 << 10)
+    export_checkpoint(find_checkpoint(tmp / "out"), tmp / "exported", ExportOptions(shard_size=100 << 10))
     return tmp / "out"
 
 

@@ -44,7 +44,7 @@ CPU, DISK = "offload.optimizer", "offload.parameters"
 FIGURES: dict[str, tuple[str, int, int, dict[str, dict[str, Any]]]] = {
     "stages": ("ZeRO stages", 8, 8, {f"stage {n}": {"parallel.zero": n} for n in range(4)}),
     "hybrid": ("Hybrid sharding", 8, 4, {
-        "stage 3 over 8": ZERO3, "stage 3 over 4, twice": ZERO3 | {"parallel.shard": 4},
+        "stage 3 over 8": ZERO3, "stage 3 over 4, twice": ZERO3 | {"parallel.dp_shard_size": 4},
     }),
     "zeror": ("ZeRO-R", 8, 8, {
         "stage 3": ZERO3,
@@ -65,10 +65,10 @@ FIGURES: dict[str, tuple[str, int, int, dict[str, dict[str, Any]]]] = {
     }),
     "zeropp": ("ZeRO++", 8, 4, {
         "stage 3": ZERO3,
-        "hpZ": ZERO3 | {"parallel.secondary_shard": 4},
+        "hpZ": ZERO3 | {"parallel.hpz_size": 4},
         "qwZ": ZERO3 | {"parallel.quantize_weights": True},
         "qgZ": ZERO3 | {"parallel.quantize_gradients": True},
-        "hpZ + qwZ + qgZ": ZERO3 | {"parallel.secondary_shard": 4, "parallel.quantize_weights": True,
+        "hpZ + qwZ + qgZ": ZERO3 | {"parallel.hpz_size": 4, "parallel.quantize_weights": True,
                                     "parallel.quantize_gradients": True},
     }),
     "data": ("Data parallel", 4, 4, {
@@ -95,13 +95,13 @@ FIGURES: dict[str, tuple[str, int, int, dict[str, dict[str, Any]]]] = {
 
 def measured(figure: str, label: str) -> dict[str, Any]:
     """One cell: bytes that a rank holds at the peak of its step, by what they are for, and sends, by collective."""
-    from shardwise.foresight.rehearse.subprocess import apart
+    from shardwise.foresight.rehearse.subprocess import run_isolated
 
     _, ranks, node, cells = FIGURES[figure]
     settings = dict(cells[label])
     ranks, rank = settings.pop("ranks", ranks), settings.pop("rank", 0)
     model = EXPERTS if figure == "expert" else LLAMA
-    found: dict[str, Any] = apart(_cell, model, settings, ranks, rank, node)
+    found: dict[str, Any] = run_isolated(_cell, model, settings, ranks, rank, node)
     return found
 
 
@@ -116,12 +116,12 @@ def _cell(model: dict[str, Any], settings: dict[str, Any], ranks: int, rank: int
     values: dict[str, Any] = {
         "model": {"config": model, "tokenizer": "none"}, "data": {"train": "none", "sequence_length": LENGTH},
         "objective": "causal", "precision": "bf16", "device": "cuda", "recompute": "none", "output": "none",
-        "train": {"batch_size": 2 * ranks, "micro_batch_size": 1, "steps": 1, "masters": "fp32"},
+        "train": {"batch_size": 2 * ranks, "micro_batch_size": 1, "steps": 1, "master_weights": "fp32"},
     }  # fmt: skip
     for key, value in settings.items():
         place(values, key, value)
     if "offload.optimizer" in settings:
-        del values["train"]["masters"]  # in two halves then
+        del values["train"]["master_weights"]  # in two halves then
     target = aim(load_run(values), 1, ranks)
     shardwise.parallel.zero.plusplus.ranks_per_node = lambda *_: node  # type: ignore[attr-defined]  # hosts that are not there
     files, mapped = _followed_files()

@@ -12,10 +12,13 @@ from pydantic_core import PydanticUndefined
 
 def config_page() -> str:
     """Every key of RUN.yaml: its kind, default and meaning."""
+    from shardwise.config.renamed import RENAMED
     from shardwise.config.schema import Run
 
     lines = ["# RUN.yaml, key by key", "", "Written from the code, as `shardwise config --schema` is.", ""]
     lines += ["| key | kind | default | meaning |", "| --- | --- | --- | --- |", *_rows(Run, "")]
+    lines += ["", "## Renamed settings", "", "The old name works until the next release, with a note.", ""]
+    lines += ["| old | new |", "| --- | --- |", *(f"| `{old}` | `{new}` |" for old, new in RENAMED.items())]
     return "\n".join(lines) + "\n"
 
 

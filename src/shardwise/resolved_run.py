@@ -88,7 +88,7 @@ class ResolvedRun:
         if self.epochs is None:
             return total
         end = step + self.epochs.steps(rows, sequences)
-        capped = total < self.epochs.steps(rows) or self.run.apart is not None
+        capped = total < self.epochs.steps(rows) or self.run.diloco is not None
         return min(total, end) if capped else end
 
     def eval_loader(self) -> Loader | None:

@@ -2,8 +2,8 @@
 
     PYTHONPATH=src:tests python -m audit.architectures [--task causal] [--json FILE] [MODEL_TYPE…]
 
-A tiny model of each class is written as a folder, trained for two steps by the run's own code (prepare_job,
-build_parts, accumulate) and compared with foresight/verify/plain.py: eager attention, one document at a time, in fp32.
+A tiny model of each class is written as a folder, trained for two steps by the run's own code (prepare_run,
+build_state, accumulate) and compared with foresight/verify/plain.py: eager attention, one document at a time, in fp32.
 Rows are laid out as a user gets them (`data.packing: auto`), and one document a row. Outcomes:
 
 equal     loss, gradients and update, up to rounding
@@ -183,7 +183,7 @@ def _compare(run: dict[str, Any], task: str, folder: Path, found: Found) -> None
         "model": str(folder / "model"), "auto_class": CLASSES[job.source.task][0], "trust_remote_code": False,
         "task": task, "device": "cpu", "precision": "fp32", "documents": str(folder / "documents.pt"),
         "answer": str(folder / "answer.safetensors"), "trained": _trained(job), "adapter": None, "scales": {},
-        "learning_rate": train.learning_rate, "betas": train.betas, "eps": train.eps, "clip": train.clip,
+        "learning_rate": train.learning_rate, "betas": train.betas, "eps": train.eps, "clip": train.max_grad_norm,
         "weight_decay": train.weight_decay, "decay_norms": train.decay_norms, "steps_like_ours": True,
         "routers": _routers({}, job),
     }  # fmt: skip

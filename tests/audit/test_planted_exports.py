@@ -17,7 +17,7 @@ from support.ranks import run_ranks
 from support.tiny import TIED, saved_model, tiny_run
 
 from shardwise.checkpoint import hf
-from shardwise.checkpoint.hf import find_checkpoint
+from shardwise.checkpoint.hf import ExportOptions, find_checkpoint
 from shardwise.export import command, gguf_file
 from shardwise.export.check import Mismatch
 from shardwise.export.command import export_folder, export_gguf
@@ -57,17 +57,17 @@ def changed_copy(patch: pytest.MonkeyPatch, source: Path) -> None:
 
 def stale_head(patch: pytest.MonkeyPatch, source: Path) -> None:
     """The head as it was before training, under the name that it has in the source."""
-    back = hf._Back.__call__
+    back = hf._SourceReader.__call__
     before = load_file(source / "model.safetensors")["lm_head.weight"]
 
     def call(self: Any, part: TensorPart, name: str) -> torch.Tensor:
         return before if name == "lm_head.weight" else back(self, part, name)
 
-    patch.setattr(hf._Back, "__call__", call)
+    patch.setattr(hf._SourceReader, "__call__", call)
 
 
 def swapped_names(patch: pytest.MonkeyPatch, source: Path) -> None:
-    back = hf._Back.__call__
+    back = hf._SourceReader.__call__
     other = {"gate_proj": "up_proj", "up_proj": "gate_proj"}
 
     def call(self: Any, part: TensorPart, name: str) -> torch.Tensor:
@@ -77,7 +77,7 @@ def swapped_names(patch: pytest.MonkeyPatch, source: Path) -> None:
                 return back(self, found, found.writes[0])
         return back(self, part, name)
 
-    patch.setattr(hf._Back, "__call__", call)
+    patch.setattr(hf._SourceReader, "__call__", call)
 
 
 def leaked(key: str, value: Any) -> Plant:
@@ -109,12 +109,12 @@ def test_a_folder(output: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     plant, words = FOLDERS[bug]
     plant(monkeypatch, output.parent / "source")
     with pytest.raises(Mismatch, match=words):
-        export_folder(find_checkpoint(output), tmp_path / "model", verified=True)
+        export_folder(find_checkpoint(output), tmp_path / "model", ExportOptions(verified=True))
     assert [path.name for path in tmp_path.iterdir()] == ["model.rejected"]
 
 
 def test_without_a_bug(output: Path, tmp_path: Path) -> None:
-    assert export_folder(find_checkpoint(output), tmp_path / "model", verified=True).checked
+    assert export_folder(find_checkpoint(output), tmp_path / "model", ExportOptions(verified=True)).checked
 
 
 def no_biases(patch: pytest.MonkeyPatch) -> None:

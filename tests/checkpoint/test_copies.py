@@ -88,7 +88,7 @@ def test_what_dead_runs_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         if token != "young":
             for path in (folder, folder / "held"):
                 os.utime(path, (1, 1))
-    assert [path.parent.name for path in host_copies.sweep(keep=["mine"])] == ["dead"]
+    assert [path.parent.name for path in host_copies.sweep(kept_tokens=["mine"])] == ["dead"]
     assert sorted(path.name for path in host_copies.root().iterdir()) == ["held", "mine", "young"]
 
 

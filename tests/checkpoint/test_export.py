@@ -14,7 +14,7 @@ from support import cli, scenarios
 from support.ranks import run_ranks
 from support.tiny import CHATML, GPT2, LLAMA, TIED, saved_model, tiny_run, tokenizer_folder
 
-from shardwise.checkpoint.hf import export_checkpoint, find_checkpoint
+from shardwise.checkpoint.hf import ExportOptions, export_checkpoint, find_checkpoint
 from shardwise.core.errors import UserError
 from shardwise.export.inference import load_for_inference
 
@@ -114,7 +114,9 @@ def test_many_files_and_an_index(output: Path, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     limit = 64 << 10
-    target = export_checkpoint(find_checkpoint(output), tmp_path / "model", "fp32", limit)
+    target = export_checkpoint(
+        find_checkpoint(output), tmp_path / "model", ExportOptions(dtype="fp32", shard_size=limit)
+    )
     files = sorted(target.glob("*.safetensors"))
     assert [f.name for f in files] == [
         f"model-{i:05d}-of-{len(files):05d}.safetensors" for i in range(1, len(files) + 1)
@@ -134,7 +136,7 @@ def test_many_files_and_an_index(output: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["bf16", "fp16"])
 def test_half_precision_is_rounded_once(output: Path, tmp_path: Path, kind: str) -> None:
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[kind]
-    target = export_checkpoint(find_checkpoint(output), tmp_path / "model", kind)
+    target = export_checkpoint(find_checkpoint(output), tmp_path / "model", ExportOptions(dtype=kind))
     half, whole = load_file(target / "model.safetensors"), load_file(output / "model/model.safetensors")
     assert half.keys() == whole.keys() and all(torch.equal(half[name], whole[name].to(dtype)) for name in whole)
     assert json.loads((target / "config.json").read_text())["dtype"] == str(dtype).removeprefix("torch.")
@@ -143,12 +145,12 @@ def test_half_precision_is_rounded_once(output: Path, tmp_path: Path, kind: str)
 def test_a_target_in_use(output: Path, tmp_path: Path) -> None:
     checkpoint, target = find_checkpoint(output), tmp_path / "model"
     target.mkdir()
-    export_checkpoint(checkpoint, target, "fp32")
+    export_checkpoint(checkpoint, target, ExportOptions(dtype="fp32"))
     with pytest.raises(UserError, match=r"exists and is not empty(.|\n)*--overwrite"):
-        export_checkpoint(checkpoint, target, "bf16")
+        export_checkpoint(checkpoint, target, ExportOptions(dtype="bf16"))
     assert json.loads((target / "config.json").read_text())["dtype"] == "float32", "untouched"
     (target / "stale.txt").write_text("from an earlier export")
-    export_checkpoint(checkpoint, target, "bf16", overwrite=True)
+    export_checkpoint(checkpoint, target, ExportOptions(dtype="bf16", overwrite=True))
     assert json.loads((target / "config.json").read_text())["dtype"] == "bfloat16"
     assert not (target / "stale.txt").exists() and files_in(tmp_path) == {"model"} | {
         f"model/{name}" for name in files_in(target)
@@ -166,7 +168,7 @@ def test_overwriting_deletes_no_more_than_a_model(output: Path, tmp_path: Path, 
     file.write_text("a file")
     before = files_in(tmp_path)
     with pytest.raises(UserError, match="something other than a model"):
-        export_checkpoint(find_checkpoint(run), tmp_path / place, overwrite=True)
+        export_checkpoint(find_checkpoint(run), tmp_path / place, ExportOptions(overwrite=True))
     assert files_in(tmp_path) == before
 
 
@@ -180,7 +182,7 @@ def test_a_failure_half_way_leaves_nothing(
 
     checkpoint, target, written = find_checkpoint(output), tmp_path / "model", []
     if there:
-        export_checkpoint(checkpoint, target, "fp32")
+        export_checkpoint(checkpoint, target, ExportOptions(dtype="fp32"))
     before = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
 
     def save_file(tensors: Any, file: Path, **more: Any) -> None:
@@ -193,7 +195,7 @@ def test_a_failure_half_way_leaves_nothing(
     monkeypatch.setattr(real, "save_file", save_file)
     expected = UserError if isinstance(failure, OSError) else type(failure)
     with pytest.raises(expected, match="No space left on device" if expected is UserError else None):
-        export_checkpoint(checkpoint, target, "fp32", 64 << 10, overwrite=there)
+        export_checkpoint(checkpoint, target, ExportOptions(dtype="fp32", shard_size=64 << 10, overwrite=there))
     assert len(written) == 2 and target.exists() == there
     assert {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()} == before
 

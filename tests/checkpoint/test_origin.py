@@ -16,7 +16,7 @@ from support.ranks import run_ranks
 from support.tiny import LLAMA, QWEN3_MOE, TIED, saved_model, tiny_run
 from transformers import AutoModelForCausalLM
 
-from shardwise.checkpoint.hf import find_checkpoint
+from shardwise.checkpoint.hf import ExportOptions, find_checkpoint
 from shardwise.core.errors import UserError
 from shardwise.export.command import export_folder
 from shardwise.nn.models.origin import RECORD
@@ -114,7 +114,7 @@ def test_untrained_it_is_the_source(output: Path, source: Path) -> None:
 
 def test_in_many_files_and_another_type(output: Path, source: Path, tmp_path: Path) -> None:
     limit = 32 << 10
-    done = export_folder(find_checkpoint(output), tmp_path / "model", "fp16", limit)
+    done = export_folder(find_checkpoint(output), tmp_path / "model", ExportOptions(dtype="fp16", shard_size=limit))
     got, wanted = tensors_in(done.path), tensors_in(source)
     index = json.loads((done.path / "model.safetensors.index.json").read_text())
     assert index["weight_map"].keys() == got.keys() == wanted.keys()
@@ -189,12 +189,12 @@ def test_without_the_source(
     for file in (checkpoint / "model" / RECORD, checkpoint / "run.json"):
         file.write_text(file.read_text().replace(str(source), str(copy)))
     (checkpoint / "manifest.json").unlink()
-    assert differing(source, export_folder(checkpoint, tmp_path / "a", verified=True).path) == set()
+    assert differing(source, export_folder(checkpoint, tmp_path / "a", ExportOptions(verified=True)).path) == set()
     damage(copy)
     with pytest.raises(UserError, match=r"5 tensors \(.*and 2 more\)(.|\n)*--allow-missing-tensors"):
-        export_folder(checkpoint, tmp_path / "b", verified=True)
+        export_folder(checkpoint, tmp_path / "b", ExportOptions(verified=True))
     assert not (tmp_path / "b").exists()
-    done = export_folder(checkpoint, tmp_path / "b", verified=True, allow_missing=True)
+    done = export_folder(checkpoint, tmp_path / "b", ExportOptions(verified=True, allow_missing=True))
     assert differing(source, done.path) == set(EXTRA) and "30 of the source's 35 tensors" in str(done.checked)
     assert any("left out: 5 tensors" in note for note in done.notes) and "left out: 5 tensors" in done.card
 
@@ -204,10 +204,10 @@ def test_a_checkpoint_without_a_record(output: Path, source: Path, tmp_path: Pat
     checkpoint = find_checkpoint(Path(shutil.copytree(output, tmp_path / "run")))
     (checkpoint / "model" / RECORD).unlink()
     (checkpoint / "manifest.json").unlink()
-    assert differing(source, export_folder(checkpoint, tmp_path / "a", verified=True).path) == set()
+    assert differing(source, export_folder(checkpoint, tmp_path / "a", ExportOptions(verified=True)).path) == set()
     run = checkpoint / "run.json"
     run.write_text(run.read_text().replace(str(source), str(tmp_path / "nowhere")))
-    done = export_folder(checkpoint, tmp_path / "b", verified=True)
+    done = export_folder(checkpoint, tmp_path / "b", ExportOptions(verified=True))
     assert any("is not known" in note for note in done.notes)
 
 
@@ -227,5 +227,5 @@ def test_code_is_run_only_when_asked_for(output: Path, tmp_path: Path) -> None:
     run["model"]["trust_remote_code"] = True
     (checkpoint / "run.json").write_text(json.dumps(run))
     with pytest.raises(UserError, match="--trust-remote-code"):
-        export_folder(checkpoint, tmp_path / "a", verified=True)
+        export_folder(checkpoint, tmp_path / "a", ExportOptions(verified=True))
     assert not (tmp_path / "a").exists()

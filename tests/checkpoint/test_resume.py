@@ -134,7 +134,7 @@ def test_go_on_elsewhere(tmp_path: Path, ranks: int, zero: int, shard: int | Non
         tmp_path,
         train__steps=12,
         parallel__zero=zero,
-        parallel__shard=shard,
+        parallel__dp_shard_size=shard,
         output=str(tmp_path / "b"),
         resume=str(tmp_path / "a/checkpoints/step-00000006"),
     )
@@ -164,7 +164,7 @@ def test_best_and_last_are_kept(tmp_path: Path) -> None:
         checkpoint__keep=1,
         train__warmup=8,
         train__learning_rate=2.0,
-        train__clip=None,
+        train__max_grad_norm=None,
     )
     run_ranks(scenarios.train, 1, run)
     folders = sorted(p.name for p in (tmp_path / "out/checkpoints").iterdir())

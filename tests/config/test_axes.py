@@ -28,12 +28,14 @@ def test_zbv_needs_a_torch_whose_split_backward_works(
     installed: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(axes, "torch_version", lambda: installed)
-    check_axes(the_run(pipeline=2, schedule="interleaved"), 2)
+    check_axes(the_run(pipeline=2, pipeline_schedule="interleaved"), 2)
     if installed >= (2, 13):
-        check_axes(the_run(pipeline=2, schedule="zbv", zero=0), 2)
+        check_axes(the_run(pipeline=2, pipeline_schedule="zbv", zero=0), 2)
         return
-    with pytest.raises(UserError, match=r"parallel\.schedule = 'zbv': needs torch 2\.13 or newer, and this is"):
-        check_axes(the_run(pipeline=2, schedule="zbv", zero=0), 2)
+    with pytest.raises(
+        UserError, match=r"parallel\.pipeline_schedule = 'zbv': needs torch 2\.13 or newer, and this is"
+    ):
+        check_axes(the_run(pipeline=2, pipeline_schedule="zbv", zero=0), 2)
 
 
 @pytest.mark.parametrize(
@@ -77,7 +79,7 @@ def test_what_fits_is_taken() -> None:
 
 
 def test_settings_without_their_axis() -> None:
-    for parallel in ({"schedule": "gpipe"}, {"context_kind": "ulysses"}, {"pipeline": 2, "chunks": 2}):
+    for parallel in ({"pipeline_schedule": "gpipe"}, {"context_kind": "ulysses"}, {"pipeline": 2, "virtual_stages": 2}):
         with pytest.raises(Exception, match=r"pipeline|context|chunks"):
             the_run(**parallel)
 

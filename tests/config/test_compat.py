@@ -15,6 +15,7 @@ import pytest
 import torch
 import yaml
 from support import combos
+from support.each import check_each
 from support.ranks import run_ranks
 from typer.testing import CliRunner
 
@@ -66,10 +67,13 @@ def refused(settings: dict[str, Any], folder: Path) -> UserError | None:
     return None
 
 
-@pytest.mark.parametrize("rule", REFUSALS, ids=rule_name)
-def test_each_refusal_is_told(rule: CombinationRule, tmp_path: Path) -> None:
+def test_each_refusal_is_told(tmp_path: Path) -> None:
+    check_each(REFUSALS, lambda rule: check_refusal(rule, tmp_path), rule_name)
+
+
+def check_refusal(rule: CombinationRule, tmp_path: Path) -> None:
     """Every choice of one feature per side, by the rule's own words, field and remedy."""
-    words = re.sub(r"\\{[a-z.\\]+\\}", ".+", re.escape(rule.why)) + (r" \(at .+\)" if rule.section else "")
+    words = re.sub(r"\\{[a-z_.\\]+\\}", ".+", re.escape(rule.why)) + (r" \(at .+\)" if rule.section else "")
     for features in product(*rule.sides):
         # What a feature needs may be refused before the feature is: then it is tried without.
         said: list[str] = []
@@ -90,11 +94,13 @@ def _without_company(features: tuple[Feature, ...], bare: Feature) -> dict[str, 
     return settings_of(*(one for one in features if one is not bare)) | {bare.field: bare.value}
 
 
-@pytest.mark.parametrize("one", FEATURES, ids=lambda one: one.name.replace(" ", ""))
-def test_each_feature_is_possible_and_on(one: Feature) -> None:
-    run = run_with(one)
-    assert one.on(run) and not clashes(run)
-    assert not any(other.on(run) for other in FEATURES if other.of == one.of and other is not one)
+def test_each_feature_is_possible_and_on() -> None:
+    def check(one: Feature) -> None:
+        run = run_with(one)
+        assert one.on(run) and not clashes(run)
+        assert not any(other.on(run) for other in FEATURES if other.of == one.of and other is not one)
+
+    check_each(FEATURES, check, lambda one: one.name)
 
 
 def test_pairs() -> None:

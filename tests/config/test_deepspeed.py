@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
+from support.each import check_each
 
 from shardwise.config.deepspeed import TABLE, read_config, translate
 from shardwise.config.deepspeed.__main__ import page
@@ -85,9 +86,9 @@ def has(values: Any, path: str) -> bool:
     return True
 
 
-@pytest.mark.parametrize("key", EXPECTED)
-def test_the_table_has(key: str) -> None:
-    assert any(row == key or row.startswith(f"{key}.") for row in TABLE)
+def test_the_table_has_every_key() -> None:
+    missing = [key for key in EXPECTED if not any(row == key or row.startswith(f"{key}.") for row in TABLE)]
+    assert EXPECTED and missing == []
 
 
 def test_every_row_is_whole() -> None:
@@ -126,14 +127,14 @@ EFFECTS: list[tuple[str, dict[str, Any], str, Any]] = [
     ("bfloat16.enabled", {"bfloat16__enabled": True}, "precision", "bf16"),
     ("fp16.loss_scale", {"fp16__enabled": True, "fp16__loss_scale": 128}, "loss_scale.value", 128),
     ("fp16.initial_scale_power", {"fp16__enabled": True, "fp16__initial_scale_power": 8}, "loss_scale.initial", 256),
-    ("fp16.loss_scale_window", {"fp16__enabled": True, "fp16__loss_scale_window": 7}, "loss_scale.growth_every", 7),
+    ("fp16.loss_scale_window", {"fp16__enabled": True, "fp16__loss_scale_window": 7}, "loss_scale.growth_interval", 7),
     ("fp16.hysteresis", {"fp16__enabled": True, "fp16__hysteresis": 3}, "loss_scale.hysteresis", 3),
     ("fp16.consecutive_hysteresis", {"fp16__enabled": True, "fp16__consecutive_hysteresis": True},
-     "loss_scale.refill", True),
+     "loss_scale.consecutive_hysteresis", True),
     ("fp16.min_loss_scale", {"fp16__enabled": True, "fp16__min_loss_scale": 4}, "loss_scale.minimum", 4),
-    ("communication_data_type", {"communication_data_type": "bfp16"}, "parallel.reduce", "bf16"),
-    ("gradient_clipping", {"gradient_clipping": 0.3}, "train.clip", 0.3),
-    ("gradient_clipping", {"gradient_clipping": 0}, "train.clip", None),
+    ("communication_data_type", {"communication_data_type": "bfp16"}, "parallel.reduce_dtype", "bf16"),
+    ("gradient_clipping", {"gradient_clipping": 0.3}, "train.max_grad_norm", 0.3),
+    ("gradient_clipping", {"gradient_clipping": 0}, "train.max_grad_norm", None),
     ("steps_per_print", {"steps_per_print": 5}, "log.every", 5),
     ("wall_clock_breakdown", {"wall_clock_breakdown": True}, "log.breakdown", True),
     ("comms_logger.enabled", {"comms_logger__enabled": True}, "log.comms", True),
@@ -164,7 +165,7 @@ EFFECTS: list[tuple[str, dict[str, Any], str, Any]] = [
      {"zero_optimization__reduce_bucket_size": 5e8, "zero_optimization__allgather_bucket_size": 1e6},
      "parallel.bucket", 4_000_000),
     ("zero_optimization.zero_hpz_partition_size",
-     {"zero_optimization__stage": 3, "zero_optimization__zero_hpz_partition_size": 2}, "parallel.secondary_shard", 2),
+     {"zero_optimization__stage": 3, "zero_optimization__zero_hpz_partition_size": 2}, "parallel.hpz_size", 2),
     ("zero_optimization.zero_quantized_weights",
      {"zero_optimization__stage": 3, "zero_optimization__zero_quantized_weights": True},
      "parallel.quantize_weights", True),
@@ -173,9 +174,9 @@ EFFECTS: list[tuple[str, dict[str, Any], str, Any]] = [
      "parallel.quantize_gradients", True),
     ("zero_optimization.zeropp_loco_param",
      {"zero_optimization__stage": 3, "zero_optimization__zero_quantized_gradients": True,
-      "zero_optimization__zeropp_loco_param": {"err_beta": 0.8, "reset_T": 1024}}, "parallel.gradient_feedback", True),
+      "zero_optimization__zeropp_loco_param": {"err_beta": 0.8, "reset_T": 1024}}, "parallel.error_feedback", True),
     ("zero_optimization.mics_shard_size", {"zero_optimization__stage": 3, "zero_optimization__mics_shard_size": 2},
-     "parallel.shard", 2),
+     "parallel.dp_shard_size", 2),
     ("zero_optimization.cpu_offload", {"zero_optimization__cpu_offload": True}, "offload.optimizer", "cpu"),
     ("zero_optimization.cpu_offload_param", {"zero_optimization__cpu_offload_param": True}, "offload.parameters",
      "cpu"),
@@ -236,15 +237,18 @@ def load(tmp_path: Path, ds: dict[str, Any], run: dict[str, Any] | None = None, 
     return load_run(values, overrides)
 
 
-@pytest.mark.parametrize(("key", "given", "path", "value"), EFFECTS, ids=[f"{e[0]}-{e[2]}" for e in EFFECTS])
-def test_an_honoured_key_changes_the_run(tmp_path: Path, key: str, given: Any, path: str, value: Any) -> None:
-    loaded = load(tmp_path, config(**given))
-    assert key in TABLE and TABLE[key].verdict == "honoured"
-    found = value_of(loaded.run, path)
-    assert str(found) == str(value) if path.endswith("warmup_num_steps") else found == value
-    assert value != default_of(path) or path == "train.batch_size"
-    assert loaded.origin_of(path).startswith("ds_config.json: ")
-    assert next(entry for entry in loaded.account if entry.key == key and entry.given).verdict == "honoured"
+def test_an_honoured_key_changes_the_run(tmp_path: Path) -> None:
+    def check(effect: tuple[str, Any, str, Any]) -> None:
+        key, given, path, value = effect
+        loaded = load(tmp_path, config(**given))
+        assert key in TABLE and TABLE[key].verdict == "honoured"
+        found = value_of(loaded.run, path)
+        assert str(found) == str(value) if path.endswith("warmup_num_steps") else found == value
+        assert value != default_of(path) or path == "train.batch_size"
+        assert loaded.origin_of(path).startswith("ds_config.json: ")
+        assert next(entry for entry in loaded.account if entry.key == key and entry.given).verdict == "honoured"
+
+    check_each(EFFECTS, check, lambda effect: f"{effect[0]} {effect[2]}")
 
 
 def test_no_honoured_key_is_left_untested() -> None:
@@ -303,10 +307,10 @@ def test_auto_takes_the_run_s_value_and_shows_it(tmp_path: Path) -> None:
         zero_optimization__stage=3,
         zero_optimization__reduce_bucket_size="auto",
     )
-    train = {"batch_size": 12, "micro_batch_size": 3, "learning_rate": "3e-4", "clip": 0.7, "warmup": 17}
+    train = {"batch_size": 12, "micro_batch_size": 3, "learning_rate": "3e-4", "max_grad_norm": 0.7, "warmup": 17}
     loaded = load(tmp_path, ds, {"train": train, "precision": "bf16"})
     run = loaded.run
-    assert (run.train.batch_size, run.train.micro_batch_size, run.train.clip) == (12, 3, 0.7)
+    assert (run.train.batch_size, run.train.micro_batch_size, run.train.max_grad_norm) == (12, 3, 0.7)
     assert run.train.learning_rate == 3e-4 and run.precision == "bf16" and run.parallel.bucket == "auto"
     assert run.train.schedule.warmup_num_steps.steps(1000) == 17 and run.train.schedule.total_num_steps is None
     told = {entry.key: entry.done for entry in loaded.account}
@@ -322,7 +326,7 @@ def test_what_is_left_out_takes_deepspeed_s_default_where_the_run_is_silent(tmp_
     run = load(tmp_path, ds).run
     assert (run.parallel.zero, run.train.schedule, run.train.warmup.steps(100)) == (0, "constant", 0)
     assert (run.train.betas, run.train.weight_decay, run.train.learning_rate) == ((0.9, 0.999), 0.0, 1e-3)
-    assert (run.loss_scale.hysteresis, run.loss_scale.growth_every) == (2, 1000)
+    assert (run.loss_scale.hysteresis, run.loss_scale.growth_interval) == (2, 1000)
     assert load(tmp_path, config()).run.precision == "fp32"
     own = {"parallel": {"zero": 2}, "train": {"schedule": "cosine", "betas": [0.9, 0.99]}}
     run = load(tmp_path, ds, own).run
@@ -331,7 +335,8 @@ def test_what_is_left_out_takes_deepspeed_s_default_where_the_run_is_silent(tmp_
 
 
 @pytest.mark.parametrize(("given", "run", "message"), [
-    ({"gradient_clipping": 0.5}, {"train": {"clip": 1.0}}, "gradient_clipping = 0.5: contradicts train.clip = 1.0"),
+    ({"gradient_clipping": 0.5}, {"train": {"max_grad_norm": 1.0}},
+     "gradient_clipping = 0.5: contradicts train.max_grad_norm = 1.0"),
     ({"zero_optimization__stage": 3}, {"parallel": {"zero": 2}}, "stage = 3: contradicts parallel.zero = 2"),
     ({"train_batch_size": 16}, {"train": {"batch_size": 8}}, "train_batch_size = 16: contradicts train.batch_size = 8"),
     ({"fp16__enabled": True}, {"precision": "bf16"}, "fp16.enabled = True: contradicts precision = 'bf16'"),
@@ -345,22 +350,22 @@ def test_a_conflict_names_both(tmp_path: Path, given: Any, run: dict[str, Any], 
 
 
 def test_equal_values_do_not_conflict(tmp_path: Path) -> None:
-    run = {"train": {"clip": "0.5", "learning_rate": "1e-4"}, "parallel": {"bucket": "4MB"}}
+    run = {"train": {"max_grad_norm": "0.5", "learning_rate": "1e-4"}, "parallel": {"bucket": "4MB"}}
     ds = config(
         gradient_clipping=0.5,
         optimizer__type="AdamW",
         optimizer__params__lr=1e-4,
         zero_optimization__reduce_bucket_size=1e6,
     )
-    assert load(tmp_path, ds, run).run.train.clip == 0.5
+    assert load(tmp_path, ds, run).run.train.max_grad_norm == 0.5
 
 
 def test_the_command_line_has_the_last_word(tmp_path: Path) -> None:
     ds = config(gradient_clipping=0.5, zero_optimization__stage=3)
-    loaded = load(tmp_path, ds, None, "train.clip=2.0", "parallel.zero=1")
-    assert (loaded.run.train.clip, loaded.run.parallel.zero) == (2.0, 1)
-    assert loaded.origin_of("train.clip") == "command line"
-    assert any("train.clip: 2 on the command line has the last word" in entry.done for entry in loaded.account)
+    loaded = load(tmp_path, ds, None, "train.max_grad_norm=2.0", "parallel.zero=1")
+    assert (loaded.run.train.max_grad_norm, loaded.run.parallel.zero) == (2.0, 1)
+    assert loaded.origin_of("train.max_grad_norm") == "command line"
+    assert any("train.max_grad_norm: 2 on the command line has the last word" in entry.done for entry in loaded.account)
 
 
 def test_a_loaded_run_loads_again(tmp_path: Path) -> None:
@@ -426,10 +431,10 @@ def test_what_depends_on_the_stage_waits_for_it(tmp_path: Path) -> None:
     late = {"offload_param": offload, "zero_quantized_weights": True, "zero_hpz_partition_size": 2, "stage": 3}
     run = load(tmp_path, config(zero_optimization=late)).run
     assert (run.offload.parameters, run.offload.disk) == ("disk", "/nvme")
-    assert (run.parallel.quantize_weights, run.parallel.secondary_shard) == (True, 2)
+    assert (run.parallel.quantize_weights, run.parallel.hpz_size) == (True, 2)
     run = load(tmp_path, config(zero_optimization=late | {"stage": 2})).run
     assert (run.offload.parameters, run.offload.disk) == ("none", None)
-    assert (run.parallel.quantize_weights, run.parallel.secondary_shard) == (False, None)
+    assert (run.parallel.quantize_weights, run.parallel.hpz_size) == (False, None)
 
 
 @pytest.mark.parametrize("with_run", [True, False])
@@ -488,7 +493,7 @@ def test_the_account_of_loco_and_of_a_folder_that_is_not_named(tmp_path: Path) -
     told = {entry.key: entry.done for entry in loaded.account}
     assert told["zero_optimization.offload_optimizer.device"] == "offload.optimizer: disk, in o/offload"
     assert "zero_quantized_gradients" in told["zero_optimization.zeropp_loco_param"]
-    assert loaded.run.parallel.gradient_feedback is None
+    assert loaded.run.parallel.error_feedback is None
     on = config(zero_optimization={"stage": 3, "zero_quantized_gradients": True} | loco)
     told = {entry.key: entry.done for entry in load(tmp_path, on).account}
     assert "err_beta without effect" in told["zero_optimization.zeropp_loco_param"]

@@ -32,9 +32,9 @@ train:
   schedule: wsd
   warmup: 3%
   decay: 100%
-  clip: null
+  max_grad_norm: null
   eval_every: 10min
-parallel: {zero: 3, shard: 2}
+parallel: {zero: 3, dp_shard_size: 2}
 precision: fp32
 ranks: 4
 timeout: 5min
@@ -64,7 +64,7 @@ def test_every_kind_of_value(tmp_path: Path) -> None:
     assert run.model.name == "smollm2-135m-instruct"
     assert [(s.path, s.format) for s in run.data.train] == [("chat.jsonl", "chat"), ("docs/*.txt", "auto")]
     assert run.data.eval == 0.02 and run.data.sequence_length == 1024
-    assert run.train.learning_rate == 2e-4 and run.train.betas == (0.9, 0.99) and run.train.clip is None
+    assert run.train.learning_rate == 2e-4 and run.train.betas == (0.9, 0.99) and run.train.max_grad_norm is None
     assert (run.train.warmup.steps(200), run.train.decay.steps(200)) == (6, 200)
     assert run.train.eval_every.seconds == 600 and run.checkpoint.every.steps == 50
     assert run.timeout == 300 and run.log.refresh == 0.5 and run.export.shard_size == 2 << 30
@@ -109,12 +109,12 @@ def test_dict_and_run_are_accepted(tmp_path: Path) -> None:
     ("override", "path", "value"),
     [
         ("train.learning_rate=1e-4", "train.learning_rate", 1e-4),
-        ("train.clip=null", "train.clip", None),
-        ("train.clip=", "train.clip", None),
+        ("train.max_grad_norm=null", "train.max_grad_norm", None),
+        ("train.max_grad_norm=", "train.max_grad_norm", None),
         ("train.betas=[0.8, 0.9]", "train.betas", (0.8, 0.9)),
         ("train.betas.1=0.97", "train.betas", (0.9, 0.97)),
         ("parallel={zero: 1}", "parallel.zero", 1),
-        ("parallel={zero: 1}", "parallel.shard", None),
+        ("parallel={zero: 1}", "parallel.dp_shard_size", None),
         ("parallel=null", "parallel.zero", 2),
         ("model=other", "model.name", "other"),
         ("model.name=other", "model.name", "other"),
@@ -180,7 +180,7 @@ def test_origins(tmp_path: Path) -> None:
         "train.steps": "command line",
         "train.betas": "run.yaml:13",
         "train.eps": "default",
-        "parallel.shard": "run.yaml:19",
+        "parallel.dp_shard_size": "run.yaml:19",
         "checkpoint.keep": "command line",
         "checkpoint.every": "default",  # the file's went with the section that was replaced
         "device": "default",
@@ -230,12 +230,12 @@ def test_command_line_prints_every_origin(
         ("sequence_lenght: 4", "sequence_lenght", 4, "data.sequence_length"),
         ("epoch: 1", "epoch", 1, "train.epochs"),
         ("train: {output: x}", "train.output", "x", "output"),
-        ("background: 1", "background", 1, "checkpoint.background"),  # rather than backend, which is nearer by place
+        ("background: 1", "background", 1, "checkpoint.async_save"),  # rather than backend, which is nearer by place
         ("lr: 1", "lr", 1, "train.learning_rate"),
         ("export: {max_steps: 7}", "export.max_steps", 7, "train.steps"),
         ("method: {type: lora, rnak: 4}", "method.rnak", 4, "method.rank"),
         ("method: {type: lora, r: 4}", "method.r", 4, "method.rank"),
-        ("method: {type: qlora, target_modules: q}", "method.target_modules", "q", "method.targets"),
+        ("method: {type: qlora, lora_target_modules: q}", "method.lora_target_modules", "q", "method.target_modules"),
         ("lora_alpha: 32", "lora_alpha", 32, "method.alpha"),
         ("objective: {type: dpo, bta: 1}", "objective.bta", 1, "objective.beta"),  # and not train.betas
     ],
@@ -273,7 +273,13 @@ def test_unknown_key_far_from_any_lists_the_known(tmp_path: Path) -> None:
             "rank is a setting of lora and qlora; ia3 takes",
         ),
         ("method: {type: lora, rank: 0}", "method.rank", 0, "at least 1", "method.rank: of the updates"),
-        ("objective: {type: masked, share: 2}", "objective.share", 2, "below 1", "objective.share: of the tokens"),
+        (
+            "objective: {type: masked, mlm_probability: 2}",
+            "objective.mlm_probability",
+            2,
+            "below 1",
+            "objective.mlm_probability: share of the tokens",
+        ),
         ("objective: distill", "objective.teacher", None, "is required", "add objective.teacher"),
         ("objective: {type: distill, teacher: t, cache: true}", "objective.cache", True, "top_k", "set top_k"),
     ],
@@ -464,7 +470,7 @@ def test_schema_accepts_what_is_documented(tmp_path: Path) -> None:
         "model: m\ndata: {train: [{format: chat}]}",
         SMALL + "tran: {}",
         SMALL + "parallel: {zero: 5}",
-        SMALL + "parallel: {shard: 0}",
+        SMALL + "parallel: {dp_shard_size: 0}",
         SMALL + "ranks: many",
         SMALL + "train: {betas: [0.9]}",
         SMALL + "train: {betas: [0.9, 1.5]}",
@@ -508,3 +514,11 @@ def test_going_back_needs_somewhere_to_go(tmp_path: Path) -> None:
     file.write_text("model: m\ndata: {train: d.jsonl}\nguard: {nan: back}\ncheckpoint: {every: null}\n")
     with pytest.raises(UserError, match=r"(?s)^guard.nan = 'back': goes back to a checkpoint.*set checkpoint.every"):
         load_run(file)
+
+
+@pytest.mark.parametrize("name", ["weight", "epochs"])
+def test_settings_of_the_mixture_are_refused_for_eval_sources(tmp_path: Path, name: str) -> None:
+    """An evaluation reads each row once: they would do nothing."""
+    data = {"train": "rows.jsonl", "eval": [{"path": "held.jsonl", name: 2}]}
+    with pytest.raises(UserError, match=f"eval.0.{name}: has no effect"):
+        load_run({"model": "m", "data": data})

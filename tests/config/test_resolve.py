@@ -22,6 +22,8 @@ from shardwise.config.resolve import (
 from shardwise.core.errors import UserError
 from shardwise.foresight.prepare import prepare_run
 
+SHARD = "parallel.dp_shard_size"
+
 
 @pytest.fixture(autouse=True)
 def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,9 +114,9 @@ def test_auto_micro_batch_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (["device=cuda"], "device", "cuda", "no CUDA device", "device: cpu"),
         (["backend=nccl"], "backend", "nccl", "CUDA devices only", "backend: gloo"),
-        (["parallel.zero=0", "parallel.shard=2", "ranks=2"], "parallel.shard", 2, "stage 0", "1, 2 or 3"),
-        (["parallel.shard=3", "ranks=4"], "parallel.shard", 3, "does not divide the 4 ranks", "[1, 2, 4]"),
-        (["parallel.shard=8", "ranks=4"], "parallel.shard", 8, "does not divide the 4 ranks", "[1, 2, 4]"),
+        (["parallel.zero=0", "parallel.dp_shard_size=2", "ranks=2"], SHARD, 2, "stage 0", "1, 2 or 3"),
+        (["parallel.dp_shard_size=3", "ranks=4"], SHARD, 3, "does not divide the 4 ranks", "[1, 2, 4]"),
+        (["parallel.dp_shard_size=8", "ranks=4"], SHARD, 8, "does not divide the 4 ranks", "[1, 2, 4]"),
         (["train.batch_size=10", "ranks=4"], "train.batch_size", 10, "among 4 ranks", "use 8 or 12"),
         (["train.batch_size=2", "ranks=4"], "train.batch_size", 2, "among 4 ranks", "use 4"),
         (["train.micro_batch_size=3", "ranks=2"], "train.micro_batch_size", 3, "16 sequences", "[1, 2, 4, 8, 16]"),
@@ -156,7 +158,7 @@ def test_launcher_on_several_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
     result = resolve_machine(run("ranks=8"))
     assert result.run.ranks == 8 and world_size(result.run) == 16
     assert result.run.train.micro_batch_size == 2  # 32 sequences over all 16 ranks, not over this host's 8
-    assert resolve_machine(run("parallel.shard=16")).run.parallel.shard == 16
+    assert resolve_machine(run("parallel.dp_shard_size=16")).run.parallel.dp_shard_size == 16
     error = refused("train.batch_size=8")
     assert error.field == "train.batch_size" and "16 ranks" in error.problem
 

@@ -163,9 +163,9 @@ def test_wrong_numbers_count_as_failure() -> None:
     import torch
 
     right = [torch.ones(4), torch.arange(4.0)]
-    assert cpu._alike([tensor * 1.02 for tensor in right], right)
-    assert not cpu._alike([right[0], right[1] * 1.5], right)
-    assert not cpu._alike([right[0], right[1] * float("nan")], right)
+    assert cpu._close_enough([tensor * 1.02 for tensor in right], right)
+    assert not cpu._close_enough([right[0], right[1] * 1.5], right)
+    assert not cpu._close_enough([right[0], right[1] * float("nan")], right)
 
 
 def grow(root: Path, files: dict[str, str]) -> Path:

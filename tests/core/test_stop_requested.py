@@ -9,8 +9,8 @@ import time
 
 CODE = """
 import signal
-from shardwise.core.stop_requested import Asked
-waited = Asked()
+from shardwise.core.stop_requested import StopRequested
+waited = StopRequested()
 signal.signal(signal.SIGALRM, waited)
 signal.setitimer(signal.ITIMER_REAL, 0.0001, 0.0001)
 for _ in range(20_000):

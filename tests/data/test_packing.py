@@ -89,7 +89,7 @@ def test_little_is_padding(size: int) -> None:
     efficiency, took = sizes.sum() / (sequences * capacity), time.process_time() - began
     print(f"\nwindow {size}: {count} documents of {sizes.mean():.0f} tokens, {efficiency:.2%} full, {took:.2f} s")
     assert efficiency >= 0.98
-    assert took < 10
+    assert took < 60, "of CPU time; minutes where windows are searched in quadratic time"
 
 
 def test_order_is_no_order_of_length() -> None:

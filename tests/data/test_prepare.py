@@ -374,7 +374,7 @@ def test_a_process_of_its_own_makes_the_same(
     path = write("a.jsonl", [qa(f"q{n}", f"a{n}") for n in range(5000)])
     said: list[tuple[int, int, int | None, int]] = []
     settings = data(path, eval="10%", workers=workers)
-    apart = prepare_data(settings, tokenizer, 0, tell=lambda *figures: said.append(figures))
+    apart = prepare_data(settings, tokenizer, 0, progress=lambda *figures: said.append(figures))
     assert len({told for told in said if told[1]}) == apart.train[0].store.wait()["chunks"] > 1, (
         "told again only while one takes long"
     )
@@ -469,3 +469,23 @@ def test_last_words_of_a_process_are_heard(tmp_path: Path) -> None:
 
     with pytest.raises(UserError, match="is bad"):
         TokenStore(tmp_path, goes).ready(0)
+
+
+def test_ranks_are_handed_what_the_launcher_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank reads no byte of the sources: the launcher has hashed and counted them."""
+    from support.tiny import tiny_run, tokenizer_folder
+
+    from shardwise.config.load import load_run
+    from shardwise.foresight.prepare import prepare_run, read_resolved_run, write_resolved_run
+
+    tokenizer_folder(tmp_path / "tokenizer")
+    run = tiny_run(tmp_path, data__temperature=2.0)
+    rows = run["data"]["train"]
+    run["data"]["train"] = [{"path": rows, "weight": 1.0}, {"path": rows, "name": "again", "weight": 3.0}]
+    job = prepare_run(load_run(run))
+    write_resolved_run(job, tmp_path / "job.json")
+    for name in ("content_digest", "count_rows"):
+        monkeypatch.setattr(prepare, name, lambda *_: pytest.fail("the sources are read again"))
+    again = read_resolved_run(tmp_path / "job.json")
+    assert again.data.fingerprint == job.data.fingerprint and again.data.counts == job.data.counts
+    assert again.data.counts[0] is not None

@@ -172,11 +172,12 @@ def test_blanks_at_the_edges_are_lost_only_to_a_token_of_the_prompt(name: str) -
 @pytest.mark.parametrize("name", [n for n, f in FAMILIES.items() if f.tools])
 def test_tool_calls_are_learned_and_results_are_not(name: str) -> None:
     rng, family, tokenizer = random.Random(f"tools {name}"), FAMILIES[name], family_tokenizer(name)
-    seen = 0
+    seen, renderer = 0, Renderer(tokenizer, "assistant", FIELD)
     for _ in range(20):
         messages = conversation(rng, name, blanks=False, tools=True)
         seen += any("tool_calls" in m for m in messages)
-        document = one(tokenizer, chat(messages, tools=TOOLS))
+        (document,) = renderer.render([chat(messages, tools=TOOLS)])
+        assert isinstance(document, Document), document
         assert learned(tokenizer, document) == [family.turn(messages, i) for i in answers(messages)]
         assert ("Finds." in tokenizer.decode(document.tokens)) == ("tools" in family.template)
     assert seen > 5

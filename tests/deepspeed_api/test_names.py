@@ -120,7 +120,7 @@ def test_config_is_read_and_settled(tmp_path: Path, capsys: pytest.CaptureFixtur
     settled = settle(values, 2)
     assert (settled.batch.train, settled.batch.micro, settled.batch.accumulate) == (8, 2, 2)
     assert settled.engine["parallel"]["zero"] == 3 and settled.engine["precision"] == "bf16"
-    assert settled.engine["clip"] is None, "DeepSpeed does not clip unless told to"
+    assert settled.engine["max_grad_norm"] is None, "DeepSpeed does not clip unless told to"
     assert settled.engine["breakdown"]
     assert any(row[0].startswith("csv_monitor") and row[1] == "no effect" for row in settled.account)
     with pytest.raises(UserError, match="given besides"):

@@ -94,7 +94,7 @@ def test_a_worker_is_killed_and_comes_back(tmp_path: Path) -> None:
 
 def test_the_meeting_point_is_killed_and_started_again(tmp_path: Path) -> None:
     """Twice, once while nobody listens for a while: no round is lost but the one under way, no worker notices more."""
-    with meeting_point(tmp_path / "meet", "--dtype", "int8", "--least", "2") as point:
+    with meeting_point(tmp_path / "meet", "--dtype", "int8", "--min-workers", "2") as point:
         started = [cli.start(run_file(tmp_path, point, name, i)) for i, name in enumerate(("x", "y"))]
         rounds_done(point, 1)
         point.kill()

@@ -55,10 +55,11 @@ def test_sgd_that_meets_at_every_step_is_synchronous_training(tmp_path: Path) ->
         (tmp_path / f"{name}.jsonl").write_text(json.dumps({"text": text}) + "\n")
     (tmp_path / "both.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts.values()))
     same: dict[str, Any] = dict(
-        train__steps=5, train__optimizer="sgd", train__betas=[0.0, 0.9], train__clip=None, train__weight_decay=0.0,
+        train__steps=5, train__optimizer="sgd", train__betas=[0.0, 0.9], train__max_grad_norm=None,
+        train__weight_decay=0.0,
         train__learning_rate=0.05, train__schedule="constant", data__packing=False,
     )  # fmt: skip
-    with meeting_point(tmp_path / "meet", "--method", "fedavg", "--least", "2") as point:
+    with meeting_point(tmp_path / "meet", "--method", "fedavg", "--min-workers", "2") as point:
         runs = {
             name: worker_run(
                 tmp_path, point, name, 1, train__batch_size=1, data__train=str(tmp_path / f"{name}.jsonl"), **same
@@ -91,7 +92,7 @@ def quarter(folder: Path, index: int, of: int = 2) -> str:
 STATES_AWAY = {"offload__optimizer": "cpu", "precision": "bf16"}
 PLACES = {
     "zero3-int8": ({"parallel__zero": 3}, "int8"),
-    "hybrid": ({"parallel__zero": 2, "parallel__shard": 1}, "fp32"),
+    "hybrid": ({"parallel__zero": 2, "parallel__dp_shard_size": 1}, "fp32"),
     "masters": ({"parallel__zero": 2, **STATES_AWAY}, "bf16"),
     "shelf-int4": ({"parallel__zero": 3, "offload__parameters": "cpu", **STATES_AWAY}, "int4"),
 }
@@ -100,7 +101,7 @@ PLACES = {
 @pytest.mark.parametrize("settings, dtype", PLACES.values(), ids=PLACES)
 def test_ranks_and_places(tmp_path: Path, settings: dict[str, Any], dtype: str, cpu_precision_env: Any) -> None:
     """Two workers of two ranks each end with the same model, however it is divided and stored."""
-    with meeting_point(tmp_path / "meet", "--dtype", dtype, "--least", "2") as point:
+    with meeting_point(tmp_path / "meet", "--dtype", dtype, "--min-workers", "2") as point:
         common: dict[str, Any] = {"train__steps": 5, "train__batch_size": 4, **settings}
         train_all([
             worker_run(tmp_path, point, name, 2, data__train=quarter(tmp_path, index), **common)
@@ -123,7 +124,7 @@ def test_ranks_and_places(tmp_path: Path, settings: dict[str, Any], dtype: str, 
 
 def test_only_adapters_travel(tmp_path: Path) -> None:
     saved_model(tmp_path / "base", LLAMA)
-    with meeting_point(tmp_path / "meet", "--least", "2") as point:
+    with meeting_point(tmp_path / "meet", "--min-workers", "2") as point:
         common: dict[str, Any] = {"train__steps": 4, "train__batch_size": 4, "method": {"type": "lora", "rank": 4}}
         runs = [
             worker_run(
@@ -147,7 +148,7 @@ def test_workers_with_unlike_data_count_by_their_tokens(tmp_path: Path) -> None:
     (tmp_path / "short.jsonl").write_text("".join(json.dumps(row) + "\n" for row in short))
     texts = "".join(json.dumps({"text": row["messages"][-1]["content"] * 3}) + "\n" for row in ROWS)
     (tmp_path / "texts.jsonl").write_text(texts)
-    with meeting_point(tmp_path / "meet", "--method", "fedavg", "--least", "2") as point:
+    with meeting_point(tmp_path / "meet", "--method", "fedavg", "--min-workers", "2") as point:
         train_all([
             worker_run(tmp_path, point, name, 2, train__steps=4, train__batch_size=size, data__packing=name == "texts",
                        data__train=str(tmp_path / f"{name}.jsonl"))
@@ -172,6 +173,8 @@ def test_a_long_wait_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
         time.sleep(seconds)
         return {"slept": seconds}
 
-    assert alone._beside(lambda: work(1.7), lambda: told.append("waiting")) == {"slept": 1.7} and told == ["waiting"]
+    assert alone._run_on_main(lambda: work(1.7), lambda: told.append("waiting")) == {"slept": 1.7} and told == [
+        "waiting"
+    ]
     monkeypatch.setattr("shardwise.diloco.worker.SILENCE", 60.0)
-    assert alone._beside(lambda: work(0.0), lambda: told.append("again")) == {"slept": 0.0} and told == ["waiting"]
+    assert alone._run_on_main(lambda: work(0.0), lambda: told.append("again")) == {"slept": 0.0} and told == ["waiting"]

@@ -51,7 +51,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
         assert ask(point, "PUT", "/give/0", **me)[0] == 411
         assert ask(point, "PUT", "/give/0", **me, Content_Length=str(5 * PART))[0] == 413
         assert ask(point, "GET", "/status", **me)[1]["round"] == 0  # and it is there all the same
-        with pytest.raises(UserError, match=r"apart\.token_env.*missing or wrong"):
+        with pytest.raises(UserError, match=r"diloco\.token_env.*missing or wrong"):
             Client("127.0.0.1", point.port, "w", "other", 5).join(PLAN, {}, "")
         code, said = point.stop()
         assert code == 0 and "secret" not in said
@@ -89,14 +89,14 @@ def test_a_worker_is_told_what_is_wrong(tmp_path: Path) -> None:
 
 
 def test_a_worker_says_what_it_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody is there, or apart.meet is misspelt: it says so after some seconds, not only at the end."""
+    """Nobody is there, or diloco.server is misspelt: it says so after some seconds, not only at the end."""
     now, told = [0.0], list[str]()
     monkeypatch.setattr(client_module.time, "monotonic", lambda: now[0])
     monkeypatch.setattr(client_module.time, "sleep", lambda seconds: now.__setitem__(0, now[0] + seconds))
     with pytest.raises(RunFailed, match="could not be reached for 60 s"):
         Client("nod-1.invalid", 29400, "one", None, 60.0, told.append).join(PLAN, {}, "")
-    assert len(told) == 3 and "apart.meet: nobody answers at nod-1.invalid:29400 (" in told[0]
-    assert "giving up after 1min (apart.patience)" in told[0]
+    assert len(told) == 3 and "diloco.server: nobody answers at nod-1.invalid:29400 (" in told[0]
+    assert "giving up after 1min (diloco.connect_timeout)" in told[0]
 
 
 @pytest.mark.parametrize("words, said", [
@@ -104,26 +104,26 @@ def test_a_worker_says_what_it_waits_for(monkeypatch: pytest.MonkeyPatch) -> Non
     (("--token-env", "NOT_SET_ANYWHERE"), "holds no key"),
     (("--method", "adam"), "diloco, fedavg"),
     (("--dtype", "fp64"), "fp32, bf16, int8, int4"),
-    (("--outer", "adam"), "nesterov, sgd"),
+    (("--outer-optimizer", "adam"), "nesterov, sgd"),
     (("--weight", "size"), "equal, tokens"),
-    (("--rate", "0"), "above 0"),
-    (("--momentum", "1"), "below 1"),
+    (("--outer-lr", "0"), "above 0"),
+    (("--outer-momentum", "1"), "below 1"),
     (("--wait", "soon"), "60s"),
     (("--open",), "--open: is for listening elsewhere than here without a token, and --host 127.0.0.1 is here"),
-    (("--method", "fedavg", "--outer", "nesterov"), "is the same as sgd without momentum"),
+    (("--method", "fedavg", "--outer-optimizer", "nesterov"), "is the same as sgd without momentum"),
     (("--state", "/dev/null/x"), "--state"),
 ])  # fmt: skip
 def test_mistakes(words: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     from shardwise.cli.main import main
 
     with pytest.raises(SystemExit) as left:
-        main(["meet", "--port", "0", *words])
+        main(["diloco-server", "--port", "0", *words])
     told = capsys.readouterr().err
     assert left.value.code == 2 and said in told and "Traceback" not in told
 
 
 def test_help_has_examples() -> None:
-    code, out, _ = cli.command("meet", "--help")
+    code, out, _ = cli.command("diloco-server", "--help")
     assert code == 0 and "Examples" in out and "--method fedavg" in out
 
 
@@ -133,7 +133,7 @@ def test_a_folder_is_one_meeting_point_s(tmp_path: Path) -> None:
     from shardwise.diloco.command import _only_one
 
     held = _only_one(tmp_path / "meet")
-    with pytest.raises(UserError, match="another meeting point is using this folder"):
+    with pytest.raises(UserError, match="another sync server is using this folder"):
         _only_one(tmp_path / "meet")
     held.release()
     _only_one(tmp_path / "meet").release()

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
+from support.each import check_each
 from support.pages import ROOT, Block, blocks
 from support.typed import furnish, rows_of
 
@@ -59,8 +60,15 @@ def merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
     return base | both
 
 
-@pytest.mark.parametrize("block", blocks("yaml", "yml"), ids=where)
-def test_yaml_is_what_the_schema_takes(block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_yaml_is_what_the_schema_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def check(block: Block) -> None:
+        with monkeypatch.context() as patch:
+            take_yaml(block, tmp_path, patch)
+
+    check_each(blocks("yaml", "yml"), check, where)
+
+
+def take_yaml(block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "ds_config.json").write_text('{"train_batch_size": 8, "zero_optimization": {"stage": 2}}')
     for values in alternatives(textwrap.dedent(block.text)):

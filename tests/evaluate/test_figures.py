@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from shardwise.evaluate.figures import Figure, by_group, difference, ratio
-from shardwise.evaluate.table import shown
+from shardwise.evaluate.table import format_figure
 
 
 def test_the_error_of_a_share() -> None:
@@ -60,5 +60,5 @@ def test_groups() -> None:
 
 
 def test_a_loss_of_one_batch_is_no_count() -> None:
-    assert shown(Figure("loss", 0.6995, count=1)) == "0.6995"  # it has no error, and was once told as 1
-    assert [shown(Figure(name, 3, count=5)) for name in ("win", "tie", "loss")] == ["3", "3", "3"]
+    assert format_figure(Figure("loss", 0.6995, count=1)) == "0.6995"  # it has no error, and was once told as 1
+    assert [format_figure(Figure(name, 3, count=5)) for name in ("win", "tie", "loss")] == ["3", "3", "3"]

@@ -12,7 +12,7 @@ import torch
 from support import cli
 from support.tiny import LLAMA, saved_model
 
-from shardwise.checkpoint.hf import find_checkpoint
+from shardwise.checkpoint.hf import ExportOptions, find_checkpoint
 from shardwise.export import check, command
 from shardwise.export.check import Mismatch, compare, load_folder, sample_ids
 from shardwise.export.command import export_folder, export_gguf
@@ -42,7 +42,7 @@ def test_the_figures_are_the_differences(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["fp32", "bf16", "fp16"])
 def test_a_folder_is_checked_within_its_types_bound(output: Path, tmp_path: Path, kind: str) -> None:
-    done = export_folder(find_checkpoint(output), tmp_path / "model", kind)
+    done = export_folder(find_checkpoint(output), tmp_path / "model", ExportOptions(dtype=kind))
     assert done.checked is not None and f"({kind}, " in done.checked and (tmp_path / "model/README.md").is_file()
     outcome = compare(from_checkpoint(find_checkpoint(output)), load_folder(tmp_path / "model"), IDS, kind)
     assert outcome.problem is None and (outcome.largest == 0) == (kind == "fp32")
@@ -67,7 +67,7 @@ def test_a_folder_that_is_not_the_model_is_set_aside(
     write = real.save_file
     monkeypatch.setattr(real, "save_file", save_file)
     with pytest.raises(Mismatch, match=r"up_proj\.weight(.|\n)*model\.rejected"):
-        export_folder(find_checkpoint(output), tmp_path / "model", "bf16")
+        export_folder(find_checkpoint(output), tmp_path / "model", ExportOptions(dtype="bf16"))
     assert [p.name for p in tmp_path.iterdir()] == ["model.rejected"]
     assert (tmp_path / "model.rejected/config.json").is_file()
 

@@ -22,6 +22,7 @@ from support.gguf_models import (
 from support.tiny import tokenizer_folder
 from transformers import AutoConfig
 
+from shardwise.checkpoint.hf import ExportOptions
 from shardwise.config.schema import Model
 from shardwise.core.errors import UserError
 from shardwise.export import gguf_file, readers
@@ -197,7 +198,7 @@ def test_a_wrong_tensor_is_caught(models: Path, tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setattr(gguf_file, "_encoded", flipped)
     with pytest.raises(Mismatch, match=r"model\.layers\.1\.self_attn\.v_proj\.weight differs(.|\n)*rejected"):
-        export_gguf(str(folder), target, kind, overwrite=True)
+        export_gguf(str(folder), target, kind, ExportOptions(overwrite=True))
     assert target.read_bytes() == b"the one before"
     assert (tmp_path / "model.gguf.rejected").read_bytes()[:4] == b"GGUF"
     assert sorted(p.name for p in tmp_path.iterdir()) == ["model.gguf", "model.gguf.rejected"]
@@ -212,7 +213,9 @@ def test_a_wrong_setting_is_caught(models: Path, tmp_path: Path, monkeypatch: py
         lost = Family(row.arch, lambda config, v=values: row.settings(config) | v, row.layouts, row.demands)
         monkeypatch.setitem(FAMILIES, "llama", lost)
         with pytest.raises(Mismatch, match=words):
-            export_gguf(str(family_folder(models, "llama")), tmp_path / "model.gguf", "q8_0", overwrite=True)
+            export_gguf(
+                str(family_folder(models, "llama")), tmp_path / "model.gguf", "q8_0", ExportOptions(overwrite=True)
+            )
 
 
 def test_a_file_that_nobody_reads_is_written_only_when_asked_for(models: Path, tmp_path: Path) -> None:

@@ -88,7 +88,7 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
 
 def test_a_folder_is_pushed_whole(output: Path, tmp_path: Path, hub: Hub) -> None:
     target = tmp_path / "model"
-    code, out, err = cli.command("export", output, target, "--push", "owner/name", "--private")
+    code, out, err = cli.fresh_command("export", output, target, "--push", "owner/name", "--private")
     assert code == 0 and "pushed to http://127.0.0.1" in out, err
     asked = hub.repos[0]
     assert asked["name"] == "name" and (asked.get("visibility") == "private" or asked.get("private"))
@@ -97,7 +97,7 @@ def test_a_folder_is_pushed_whole(output: Path, tmp_path: Path, hub: Hub) -> Non
 
 
 def test_a_file_is_pushed_with_its_card(output: Path, tmp_path: Path, hub: Hub) -> None:
-    code, _, err = cli.command("export", output, tmp_path / "m.gguf", "--gguf", "q8_0", "--push", "owner/name")
+    code, _, err = cli.fresh_command("export", output, tmp_path / "m.gguf", "--gguf", "q8_0", "--push", "owner/name")
     assert code == 0, err
     assert hub.files["m.gguf"] == (tmp_path / "m.gguf").read_bytes()
     assert hub.files["README.md"].startswith(b"---\nlibrary_name: gguf")
@@ -124,7 +124,7 @@ def test_what_users_are_told(
     else:
         hub.refuse = 403
     target = tmp_path / "model"
-    code, out, err = cli.command("export", output, target, "--push", "owner/name", "--no-check")
+    code, out, err = cli.fresh_command("export", output, target, "--push", "owner/name", "--no-check")
     assert code == 2 and words in err and "--push = 'owner/name'" in err and "Traceback" not in out + err
     assert target.exists() == (case == "not allowed") and not hub.files
     assert "hf_good" not in out + err and "hf_bad" not in out + err

@@ -46,7 +46,7 @@ def test_four_ranks_on_one_card_equal_one(
     run = tiny_run(
         shared,
         parallel__zero=zero,
-        parallel__shard=shard,
+        parallel__dp_shard_size=shard,
         precision=precision,
         device="cuda",
         backend="gloo",

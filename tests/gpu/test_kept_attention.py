@@ -15,7 +15,7 @@ SENT = {"offload": {"activations": "cpu", "activation_blocks": 3}}
 BASE: dict[str, Any] = {
     "data": {"train": "none", "sequence_length": 16384}, "objective": "causal", "precision": "bf16", "device": "cuda",
     "ranks": 1, "backend": "gloo", "recompute": "full", "parallel": {"zero": 2}, "recompute_attention": False,
-    "train": {"batch_size": 2, "micro_batch_size": 1, "steps": 2}, "tile": 4096,
+    "train": {"batch_size": 2, "micro_batch_size": 1, "steps": 2}, "tiled_mlp": 4096,
     "model": {"config": LLAMA | {"num_hidden_layers": 5, "hidden_size": 512, "intermediate_size": 1024,
                                  "max_position_embeddings": 16384}, "tokenizer": "none"},
 }  # fmt: skip

@@ -31,7 +31,7 @@ def test_offloaded_equals_plain(
     results = []
     for place in ("none", where):
         run = tiny_run(
-            tmp_path, precision=precision, device="cuda", backend="gloo", parallel__zero=3, train__clip=clip,
+            tmp_path, precision=precision, device="cuda", backend="gloo", parallel__zero=3, train__max_grad_norm=clip,
             train__steps=8, train__micro_batch_size=micro, offload__optimizer=place, output=str(tmp_path / place),
         )  # fmt: skip
         results.append(run_ranks(scenarios.train, ranks, run)[0])

@@ -82,7 +82,8 @@ def test_two_ranks_of_one_card_train_the_same(more: dict[str, Any], tmp_path: Pa
     model, made = {"config": wide, "tokenizer": tokenizer_folder(tmp_path / "tokenizer")}, {}
     for gather in ("bf16", "fp8"):
         run = tiny_run(tmp_path, model, parallel={"zero": 3}, precision="bf16", device="cuda", backend="gloo",
-                       fp8={"recipe": "tensorwise", "least": 16, "gather": gather}, train__steps=4, data__eval="5%",
+                       fp8={"recipe": "tensorwise", "min_features": 16, "gather": gather},
+                       train__steps=4, data__eval="5%",
                        train__micro_batch_size=2, train__eval_every=2, output=str(tmp_path / gather),
                        **more)  # fmt: skip
         made[gather] = run_ranks(float8.train_and_count, 2, run)[0]

@@ -51,7 +51,7 @@ def losses(tmp: Path, name: str, **changes: Any) -> list[float]:
 @pytest.mark.parametrize("more", [{}, {"compile": True}, {"parallel__zero": 3, "recompute": "full"}], ids=str)
 def test_fp8_learns_as_bf16(more: dict[str, Any], tmp_path: Path) -> None:
     plain = losses(tmp_path, "bf16", **more)
-    found = losses(tmp_path, "fp8", fp8={"recipe": "tensorwise", "least": 16}, **more)
+    found = losses(tmp_path, "fp8", fp8={"recipe": "tensorwise", "min_features": 16}, **more)
     assert found != plain and found == pytest.approx(plain, rel=0.02)
 
 
@@ -59,7 +59,7 @@ CASES: dict[str, dict[str, Any]] = {
     "one rank": {},
     "accumulated": {"train__micro_batch_size": 2},
     "8 bits": {"train__optimizer": "adamw8bit"},
-    "in backward": {"train__in_backward": True, "train__clip": None},
+    "in backward": {"train__optimizer_in_backward": True, "train__max_grad_norm": None},
     "compiled, recomputed": {"compile": True, "recompute": "full"},
     "two ranks": {"ranks": 2, "train__micro_batch_size": 4},
 }
@@ -67,7 +67,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_split_masters_are_fp32_masters(name: str, tmp_path: Path) -> None:
-    found = losses(tmp_path, "split", train__masters="split", **CASES[name])
-    plain = losses(tmp_path, "fp32", train__masters="fp32", **CASES[name])
+    found = losses(tmp_path, "split", train__master_weights="split", **CASES[name])
+    plain = losses(tmp_path, "fp32", train__master_weights="fp32", **CASES[name])
     print(name, [f"{a - b:+.1e}" for a, b in zip(found, plain, strict=True)])
     assert found == pytest.approx(plain, rel=2e-3) and found[-1] < found[0]

@@ -88,9 +88,9 @@ def test_random_rounding_has_no_bias() -> None:
 def test_zeropp_on_one_card(tmp_path: Path) -> None:
     """Four ranks through gloo: hpZ equals plain stage 3 to the bit, all three together stay close."""
     tokenizer_folder(tmp_path / "tokenizer")
-    node, everything = 2, {"secondary_shard": 2, "quantize_weights": True, "quantize_gradients": True}
+    node, everything = 2, {"hpz_size": 2, "quantize_weights": True, "quantize_gradients": True}
     results = {}
-    for name, parallel in {"plain": {}, "hpz": {"secondary_shard": 2}, "all": everything}.items():
+    for name, parallel in {"plain": {}, "hpz": {"hpz_size": 2}, "all": everything}.items():
         run = tiny_run(tmp_path, parallel={"zero": 3} | parallel, precision="bf16", device="cuda", backend="gloo",
                        train__steps=10, output=str(tmp_path / name))  # fmt: skip
         results[name] = run_ranks(plusplus.train_on_nodes, 4, run, node)[0][0]

@@ -67,12 +67,20 @@ def test_the_call_does_not_wait_for_the_copy(group: dist.ProcessGroup) -> None:
 
 
 WAYS: dict[str, dict[str, Any]] = {
-    "fp32 masters": {"train__masters": "fp32"},
-    "split masters": {"train__masters": "split"},
+    "fp32 masters": {"train__master_weights": "fp32"},
+    "split masters": {"train__master_weights": "split"},
     "fp16": {"precision": "fp16"},
-    "in backward": {"train__masters": "fp32", "train__in_backward": True, "train__clip": None},
-    "split, in backward": {"train__masters": "split", "train__in_backward": True, "train__clip": None},
-    "copies in memory": {"train__masters": "fp32", "checkpoint__every": 2, "checkpoint__memory": 1},
+    "in backward": {
+        "train__master_weights": "fp32",
+        "train__optimizer_in_backward": True,
+        "train__max_grad_norm": None,
+    },
+    "split, in backward": {
+        "train__master_weights": "split",
+        "train__optimizer_in_backward": True,
+        "train__max_grad_norm": None,
+    },
+    "copies in memory": {"train__master_weights": "fp32", "checkpoint__every": 2, "checkpoint__memory": 1},
 }
 
 

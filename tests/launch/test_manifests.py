@@ -64,7 +64,7 @@ def test_the_job(asked: Submission) -> None:
     assert {mount["mountPath"] for mount in container["volumeMounts"]} >= {"/dev/shm", "/outputs"}
     assert container["workingDir"] == "/outputs" and job["metadata"]["namespace"] == "team"
     script = container["command"][-1]
-    assert "--meet my-run-0.my-run:29400" in script and "--hosts 2:4" in script and "export B=1" in script
+    assert "--rendezvous my-run-0.my-run:29400" in script and "--hosts 2:4" in script and "export B=1" in script
     assert "--withdraw" in script
     assert "'model=a '\"'\"'b'\"'\"''" in script and '--name "$HOSTNAME"' in script
     env = {one["name"]: one for one in container["env"]}
@@ -91,7 +91,7 @@ def test_skypilot_takes_the_task(asked: Submission) -> None:
     task = yaml.safe_load(Sky().text(asked))
     assert task["num_nodes"] == 4 and task["resources"]["accelerators"] == "H100:8"
     assert task["secrets"] == {"TOKEN": None, "SHARDWISE_MEETING_TOKEN": None} and task["envs"] == {"A": "it's $HOME"}
-    assert "node run.yaml" in task["run"] and '--meet "$first:29400"' in task["run"]
+    assert "node run.yaml" in task["run"] and '--rendezvous "$first:29400"' in task["run"]
     assert subprocess.run(["sh", "-n"], input=task["run"], text=True, check=False).returncode == 0
     schemas = pytest.importorskip("sky.utils.schemas")
     jsonschema = pytest.importorskip("jsonschema")

@@ -23,7 +23,7 @@ from shardwise.launch.rendezvous_link import Keeper, Line, RendezvousAddress, fr
 
 
 def agents(file: Path, number: int, *more: str) -> list[Agent]:
-    meet = ["--hosts", str(number), "--meet", f"127.0.0.1:{free_port()}", "--ranks", "1", *more]
+    meet = ["--hosts", str(number), "--rendezvous", f"127.0.0.1:{free_port()}", "--ranks", "1", *more]
     return [Agent(file, *meet, "--name", f"host-{n}") for n in range(number)]
 
 
@@ -52,13 +52,13 @@ def test_every_number_of_hosts_is_checked_before_the_start(tmp_path: Path) -> No
     text = str(refused.value)
     assert "with 3 of 2:4 hosts (3 ranks)" in text and "train.batch_size = 16" in text
     assert "use a multiple of 12, e.g. 12" in text
-    with pytest.raises(UserError, match=r"parallel\.shard"):
-        check_sizes(load_run(tiny_run(tmp_path, parallel__shard=4, parallel__zero=3)).run, Hosts(1, 3), 4 // 2)
+    with pytest.raises(UserError, match=r"parallel\.dp_shard_size"):
+        check_sizes(load_run(tiny_run(tmp_path, parallel__dp_shard_size=4, parallel__zero=3)).run, Hosts(1, 3), 4 // 2)
 
 
 def test_a_batch_that_fewer_hosts_cannot_divide_is_told_at_once(tmp_path: Path) -> None:
     file = cli.write_run(tmp_path / "run", tiny_run(tmp_path, train__batch_size=16))
-    agent = Agent(file, "--hosts", "2:3", "--meet", "127.0.0.1:1", "--ranks", "1")
+    agent = Agent(file, "--hosts", "2:3", "--rendezvous", "127.0.0.1:1", "--ranks", "1")
     assert agent.finish(60) == 2 and "with 3 of 2:3 hosts" in agent.text
     assert not (tmp_path / "out").exists()
 
@@ -67,7 +67,7 @@ def test_places() -> None:
     assert RendezvousAddress.parse("node-1:29400", "x") == RendezvousAddress("node-1", 29400, "x")
     assert RendezvousAddress.parse("[::1]:1", "x").host == "::1"
     for wrong in ("node-1", ":1", "a:b", "a:0", "a:70000"):
-        with pytest.raises(UserError, match="--meet"):
+        with pytest.raises(UserError, match="--rendezvous"):
             RendezvousAddress.parse(wrong, "x")
     assert RendezvousAddress("127.0.0.1", 1, "x").is_here() and not RendezvousAddress("192.0.2.1", 1, "x").is_here()
     assert not RendezvousAddress("no-such-host.invalid", 1, "x").is_here()
@@ -96,7 +96,7 @@ def test_a_port_that_another_program_has_is_told(tmp_path: Path) -> None:
     file = cli.write_run(tmp_path / "run", tiny_run(tmp_path))
     with socket.create_server(("127.0.0.1", 0)) as other:
         meet = f"127.0.0.1:{other.getsockname()[1]}"
-        agent = Agent(file, "--hosts", "2", "--meet", meet, "--ranks", "1", "--patience", "3")
+        agent = Agent(file, "--hosts", "2", "--rendezvous", meet, "--ranks", "1", "--patience", "3")
         assert agent.finish(60) == 2 and "another program listens there" in agent.text
 
 
@@ -104,16 +104,16 @@ def test_nobody_comes(tmp_path: Path) -> None:
     """They say what they wait for, and in the end why they gave up."""
     file = cli.write_run(tmp_path / "run", tiny_run(tmp_path))
     words = ("--hosts", "2", "--ranks", "1", "--wait", "12s", "--name", "me")  # the first word is due after 5, then 15
-    alone = Agent(file, *words, "--meet", f"127.0.0.1:{free_port()}")
-    lost = Agent(file, *words, "--meet", "192.0.2.1:29400")
-    misspelt = Agent(file, *words, "--meet", "nod-1.invalid:29400")
+    alone = Agent(file, *words, "--rendezvous", f"127.0.0.1:{free_port()}")
+    lost = Agent(file, *words, "--rendezvous", "192.0.2.1:29400")
+    misspelt = Agent(file, *words, "--rendezvous", "nod-1.invalid:29400")
     assert [agent.finish(90) for agent in (alone, lost, misspelt)] == [1, 1, 1]
     assert "waiting for 1 more host to start the same command: 1 of 2 is there (me)" in alone.text
     assert "1 host came within 12s, at least 2 are needed (--wait)" in alone.text
     assert "nobody answers at 192.0.2.1:29400 (" in lost.text
     assert "nobody could be reached at 192.0.2.1:29400 within 12s (--wait)" in lost.text
     assert "nobody answers at nod-1.invalid:29400 (nod-1.invalid is not known here" in misspelt.text
-    assert "give every host the same --meet" in misspelt.text
+    assert "give every host the same --rendezvous" in misspelt.text
     for agent in (alone, lost, misspelt):
         assert agent.text.count("giving up after 12s") == 1, "once in 12 seconds"
 
@@ -200,7 +200,17 @@ def test_stopping_one_agent_saves_and_ends_all(tmp_path: Path) -> None:
 def test_a_host_that_withdraws_leaves_the_others_to_go_on(tmp_path: Path) -> None:
     run = tiny_run(tmp_path, train__steps=60, parallel__zero=2)
     file = cli.write_run(tmp_path / "run", run)
-    meet = ["--hosts", "1:2", "--meet", f"127.0.0.1:{free_port()}", "--ranks", "1", "--withdraw", "--patience", "6"]
+    meet = [
+        "--hosts",
+        "1:2",
+        "--rendezvous",
+        f"127.0.0.1:{free_port()}",
+        "--ranks",
+        "1",
+        "--withdraw",
+        "--patience",
+        "6",
+    ]
     first = Agent(file, *meet, "--name", "host-0")
     first.when("hosts meet here")
     second = Agent(file, *meet, "--name", "host-1")
@@ -226,7 +236,7 @@ def test_an_output_folder_of_each_hosts_own_is_told(tmp_path: Path) -> None:
     for number in range(2):
         run = tiny_run(tmp_path, output=str(tmp_path / f"out-{number}"))
         file = cli.write_run(tmp_path / f"run-{number}", run)
-        meet = ["--hosts", "2", "--meet", f"127.0.0.1:{port}", "--ranks", "1", "--id", "same"]
+        meet = ["--hosts", "2", "--rendezvous", f"127.0.0.1:{port}", "--ranks", "1", "--id", "same"]
         several.append(Agent(file, *meet, "--name", f"host-{number}"))
     assert [agent.finish(60) for agent in several] == [2, 2]
     assert any("does not see there what" in agent.text and "all hosts share" in agent.text for agent in several)

@@ -46,7 +46,7 @@ def test_one_is_cut_off_and_comes_back(tmp_path: Path, three_hosts: list[Host]) 
     every = {"every": 10, "keep": 1000}
     run = tiny_run(tmp_path, train__steps=STEPS, parallel__zero=3, timeout="10min", checkpoint=every)
     file, output = cli.write_run(tmp_path / "run", run), Path(run["output"])
-    meet = ["--hosts", "2:3", "--meet", f"{three_hosts[0].address}:29400", "--patience", str(PATIENCE)]
+    meet = ["--hosts", "2:3", "--rendezvous", f"{three_hosts[0].address}:29400", "--patience", str(PATIENCE)]
     agents = [Agent(file, *meet, "--name", f"host-{n}", inside=host.inside) for n, host in enumerate(three_hosts)]
     first, _, third = agents
     try:
@@ -97,7 +97,7 @@ def test_the_meeting_place_is_cut_off_and_an_agent_dies(tmp_path: Path, three_ho
     every = {"every": 5, "keep": 2}
     run = tiny_run(tmp_path, train__steps=90, parallel__zero=2, timeout="10min", checkpoint=every)
     file, output = cli.write_run(tmp_path / "run", run), Path(run["output"])
-    meet = ["--hosts", "2", "--meet", f"{three_hosts[0].address}:29400", "--patience", str(PATIENCE)]
+    meet = ["--hosts", "2", "--rendezvous", f"{three_hosts[0].address}:29400", "--patience", str(PATIENCE)]
     agents = [Agent(file, *meet, "--name", f"host-{n}", inside=host.inside) for n, host in enumerate(three_hosts[:2])]
     try:
         cli.wait_for_step(agents[0].process, output, 12)
@@ -134,7 +134,7 @@ def test_the_others_go_on_from_memory_without_a_host(tmp_path: Path, three_hosts
     every = {"every": 1000, "keep": 1000, "memory": 3}
     run = tiny_run(tmp_path, train__steps=80, parallel__zero=3, timeout="10min", checkpoint=every)
     file, output = cli.write_run(tmp_path / "run", run), Path(run["output"])
-    meet = ["--hosts", "2:3", "--meet", f"{three_hosts[0].address}:29400", "--patience", str(PATIENCE)]
+    meet = ["--hosts", "2:3", "--rendezvous", f"{three_hosts[0].address}:29400", "--patience", str(PATIENCE)]
     agents = [Agent(file, *meet, "--name", f"host-{n}", inside=host.inside) for n, host in enumerate(three_hosts)]
     first = agents[0]
     try:
@@ -170,7 +170,7 @@ def test_a_host_comes_back_with_nothing(tmp_path: Path, three_hosts: list[Host],
     run = tiny_run(tmp_path, train__steps=60, parallel__zero=3, timeout="10min")
     run["checkpoint"] = {"every": 20, "keep": 2, "memory": memory}
     file, output = cli.write_run(tmp_path / "run", run), Path(run["output"])
-    meet = ["--hosts", "2", "--meet", f"{three_hosts[0].address}:29400", "--patience", str(PATIENCE)]
+    meet = ["--hosts", "2", "--rendezvous", f"{three_hosts[0].address}:29400", "--patience", str(PATIENCE)]
     agents = [Agent(file, *meet, "--name", f"host-{n}", inside=host.inside) for n, host in enumerate(three_hosts[:2])]
     try:
         cli.wait_for_step(agents[0].process, output, 37)

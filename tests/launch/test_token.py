@@ -101,6 +101,6 @@ def test_on_loopback_nobody_else_can_reach_it() -> None:
 
 def test_without_one_the_keeper_warns(tmp_path: Path) -> None:
     file = cli.write_run(tmp_path / "run", tiny_run(tmp_path))
-    words = ("--hosts", "2", "--meet", f"{socket.gethostname()}:{free_port()}", "--ranks", "1", "--wait", "2")
+    words = ("--hosts", "2", "--rendezvous", f"{socket.gethostname()}:{free_port()}", "--ranks", "1", "--wait", "2")
     agent = Agent(file, *words)
     assert agent.finish(60) == 1 and "WARNING: no token" in agent.text and VARIABLE in agent.text

@@ -55,7 +55,7 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2, with dropout": ("gpt2", {}),
     "lora": ("llama", {"method": {"type": "lora", "rank": 4, "dropout": 0.1}}),
     "mixed": ("llama", {"precision": "bf16"}),
-    "in backward": ("llama", {"train__in_backward": True, "train__clip": None}),
+    "in backward": ("llama", {"train__optimizer_in_backward": True, "train__max_grad_norm": None}),
     "t5": ("t5", {"objective": "seq2seq"}),
 }
 SLOW = ("mixed", "in backward", "t5")
@@ -73,7 +73,7 @@ def test_training_is_the_same(name: str, tmp_path: Path) -> None:
         (tmp_path / "pairs.jsonl").write_text('{"source": "a b c d e f g h", "target": "h g f e d c b a"}\n' * 40)
         changes = changes | {"data__train": str(tmp_path / "pairs.jsonl")}
     plain = losses(tmp_path / "plain", model, **changes)
-    found = losses(tmp_path / "tiled", model, tile=7, **changes)
+    found = losses(tmp_path / "tiled", model, tiled_mlp=7, **changes)
     # Dropout draws other numbers for tiles than for the whole.
     drawn = "dropout" in name or name == "lora"
     bound = 0.05 if drawn else 2e-3 if name == "mixed" else 1e-5
@@ -118,6 +118,6 @@ def test_a_rehearsal_sees_what_it_saves() -> None:
         source = ModelSource("m", config_from(dict(config)), None, "none", task="causal")
         return ledger_of(rehearse(source, run, 0, 1).tracker).peak
 
-    whole, tiled = peak(), peak(tile=2048)
+    whole, tiled = peak(), peak(tiled_mlp=2048)
     print(f"\n{whole / 2**20:,.0f} MiB → {tiled / 2**20:,.0f} MiB")
     assert tiled < 0.5 * whole

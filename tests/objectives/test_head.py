@@ -57,7 +57,7 @@ def trained(runs: list[dict[str, Any]]) -> list[tuple[bool, float, dict[str, tor
 def test_equals_the_plain_loss(tmp_path: Path, name: str, config: Any, ranks: int, zero: int, method: str) -> None:
     model = saved_model(tmp_path / name, config)
     settings = dict(
-        train__optimizer="sgd", train__learning_rate=1.0, train__clip=None, parallel__zero=zero, ranks=ranks
+        train__optimizer="sgd", train__learning_rate=1.0, train__max_grad_norm=None, parallel__zero=zero, ranks=ranks
     )
     runs = [tiny_run(tmp_path, model, **settings, loss=loss, output=str(tmp_path / loss)) for loss in ("plain", "auto")]
     for (one, plain, wanted), (other, loss, found) in run_ranks(trained, ranks, runs):

@@ -68,7 +68,9 @@ def kto(mine: list[Any], theirs: list[Any], settings: Kto) -> torch.Tensor:
     for document, (p, _), (q, _) in zip(KTO_DOCUMENTS, mine, theirs, strict=True):
         reward = settings.beta * (p - q)
         total = total + (
-            settings.desirable * (1 - sigmoid(reward)) if document[0] else settings.undesirable * (1 - sigmoid(-reward))
+            settings.desirable_weight * (1 - sigmoid(reward))
+            if document[0]
+            else settings.undesirable_weight * (1 - sigmoid(-reward))
         )
     return total
 
@@ -77,7 +79,7 @@ CASES: dict[str, tuple[Any, Callable[..., torch.Tensor]]] = {
     "dpo": (Dpo(), dpo),
     "dpo-all": (Dpo(beta=0.3, label_smoothing=0.1, sft=0.7), dpo),
     "orpo": (Orpo(beta=0.25), orpo),
-    "kto": (Kto(beta=0.2, desirable=1.5, undesirable=0.8), kto),
+    "kto": (Kto(beta=0.2, desirable_weight=1.5, undesirable_weight=0.8), kto),
 }
 
 

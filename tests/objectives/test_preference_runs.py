@@ -172,7 +172,13 @@ def test_refusals(folder: Path) -> None:
     refused("data.loss_on", data__train=pairs, objective="dpo", data__loss_on="all")
     model = saved_model(folder / "model", LLAMA)
     refused("method.adapter", model=model, data__train=pairs, objective="dpo", method={"type": "lora", "adapter": "x"})
-    refused("method.also", model=model, data__train=pairs, objective="kto", method={"type": "qlora", "also": "lm_head"})
+    refused(
+        "method.modules_to_save",
+        model=model,
+        data__train=pairs,
+        objective="kto",
+        method={"type": "qlora", "modules_to_save": "lm_head"},
+    )
 
 
 def test_the_preview_shows_both_answers(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -83,7 +83,7 @@ def test_a_group_of_one_says_nothing() -> None:
 )
 def test_steps_of_a_model(zero: int, shard: int | None, ranks: int, shared: Path) -> None:
     """Against WireCount, which sees each collective as it is made, and against the clock on the wall."""
-    run = tiny_run(shared, parallel__zero=zero, parallel__shard=shard, train__batch_size=8, log__comms=True,
+    run = tiny_run(shared, parallel__zero=zero, parallel__dp_shard_size=shard, train__batch_size=8, log__comms=True,
                    log__breakdown=True)  # fmt: skip
     for result in run_ranks(zeror.timed_steps, ranks, run):
         log, wire, figures = result["comms"], result["bytes"], result["breakdown"]

@@ -20,7 +20,7 @@ from support import cli, faults, paces
 from support.ranks import run_ranks
 from support.tiny import tiny_run, tokenizer_folder
 
-from shardwise.observe.pace import FEWEST, IN_A_ROW, SLOWER, Looks, Slow, told
+from shardwise.observe.pace import FEWEST, IN_A_ROW, SLOWER, Looks, Slow, describe_slow_rank
 from shardwise.observe.ranks import rank_file
 from shardwise.watch.ranks import rank_rows
 
@@ -108,7 +108,7 @@ def test_a_rank_that_naps_in_every_step(tmp_path: Path) -> None:
     records = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     (found,) = [record for record in records if record["kind"] == "slow"]
     assert found["rank"] == 1 and found["busy_seconds"] > SLOWER * found["others_seconds"]
-    assert out.count("is slow: it works") == 1 and told(found) in out
+    assert out.count("is slow: it works") == 1 and describe_slow_rank(found) in out
     last = json.loads(rank_file(output / "logs", 0).read_text().splitlines()[-2])
     assert last["kind"] == "rank" and last["waiting"] > 0.05, "without log.breakdown"
     rows = rank_rows(output / "logs", [0, 1])

@@ -34,9 +34,9 @@ def test_the_scale_is_deepspeed_s(case: dict[str, Any]) -> None:
     given = case["settings"]
     settings = LossScale(
         initial=given["init_scale"],
-        growth_every=given["scale_window"],
+        growth_interval=given["scale_window"],
         hysteresis=given["delayed_shift"],
-        refill=given["consecutive_hysteresis"],
+        consecutive_hysteresis=given["consecutive_hysteresis"],
         minimum=given["min_scale"],
     )
     scaler = LossScaler("cpu", settings, enabled=True)
@@ -50,7 +50,7 @@ def test_the_scale_is_deepspeed_s(case: dict[str, Any]) -> None:
 
 
 def test_a_restart_goes_on_with_scale_and_counters() -> None:
-    settings = LossScale(growth_every=5, hysteresis=2)
+    settings = LossScale(growth_interval=5, hysteresis=2)
     pattern = [False, False, True, False, True, False, False, False, False, False, False, True, True]
     whole = LossScaler("cpu", settings, enabled=True)
     for overflow in pattern:
@@ -66,7 +66,7 @@ def test_a_restart_goes_on_with_scale_and_counters() -> None:
 
 
 def test_a_fixed_scale_stays() -> None:
-    scaler = LossScaler("cpu", LossScale(value=128, growth_every=1), enabled=True)
+    scaler = LossScaler("cpu", LossScale(value=128, growth_interval=1), enabled=True)
     for overflow in (False, True, False, False, True, True):
         assert step(scaler, overflow) is not overflow
         assert scaler.get_scale() == 128

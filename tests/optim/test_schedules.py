@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from support.each import check_each
 
 from shardwise.config.schema import Train
 from shardwise.optim.schedules import learning_rate, set_rates
@@ -35,7 +37,7 @@ def test_linear() -> None:
 
 
 def test_constant() -> None:
-    assert rates(100, schedule="constant", warmup=0, final_learning_rate=0.1) == [1.0] * 100
+    assert rates(100, schedule="constant", warmup=0, min_lr_ratio=0.1) == [1.0] * 100
 
 
 def test_wsd() -> None:
@@ -63,24 +65,26 @@ def test_warm_up(schedule: str) -> None:
 def test_final_learning_rate(schedule: str) -> None:
     """The curve that would end at zero, squeezed so that it ends at the share; at a share of 1 it is flat."""
     plain = rates(1000, schedule=schedule, warmup=10)
-    raised = rates(1000, schedule=schedule, warmup=10, final_learning_rate="10%")
+    raised = rates(1000, schedule=schedule, warmup=10, min_lr_ratio="10%")
     assert raised[:10] == plain[:10], "the warm-up begins at zero all the same"
     assert raised[10:] == pytest.approx([0.1 + 0.9 * rate for rate in plain[10:]])
     assert 0.1 < raised[-1] < 0.106
-    assert rates(1000, schedule=schedule, warmup=0, final_learning_rate=1.0) == pytest.approx([1.0] * 1000)
+    assert rates(1000, schedule=schedule, warmup=0, min_lr_ratio=1.0) == pytest.approx([1.0] * 1000)
 
 
-@pytest.mark.parametrize("total", [1, 2, 3, 7, 100])
-@pytest.mark.parametrize("warmup", [0, 1, 5, "3%", "100%", 1000])
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_always_between_zero_and_the_peak(schedule: str, warmup: object, total: int) -> None:
+def test_always_between_zero_and_the_peak() -> None:
     """Rises, then falls; never zero within the run, never above the peak; also where the warm-up outlasts the run."""
-    found = rates(total, schedule=schedule, warmup=warmup)
-    assert all(0 < rate <= 1 for rate in found)
-    top = found.index(max(found))
-    assert found[: top + 1] == sorted(found[: top + 1]) and found[top:] == sorted(found[top:], reverse=True)
-    if warmup in ("100%", 1000):
-        assert found == pytest.approx([(step + 1) / total for step in range(total)]), "it has the whole run, no more"
+
+    def check(case: tuple[str, object, int]) -> None:
+        schedule, warmup, total = case
+        found = rates(total, schedule=schedule, warmup=warmup)
+        assert all(0 < rate <= 1 for rate in found)
+        top = found.index(max(found))
+        assert found[: top + 1] == sorted(found[: top + 1]) and found[top:] == sorted(found[top:], reverse=True)
+        if warmup in ("100%", 1000):
+            assert found == pytest.approx([(step + 1) / total for step in range(total)]), "the full run, no more"
+
+    check_each(product(SCHEDULES, [0, 1, 5, "3%", "100%", 1000], [1, 2, 3, 7, 100]), check)
 
 
 REFERENCE = json.loads((Path(__file__).parent / "deepspeed_reference.json").read_text())

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 import torch
+from support import cli
 from transformers import CONFIG_MAPPING, AutoConfig
 from transformers.models.auto import modeling_auto
 
@@ -62,8 +61,9 @@ def test_a_difference_from_the_published_plan_is_told() -> None:
 
 
 def test_the_command() -> None:
-    command = [sys.executable, "-m", "shardwise", "plan", "--roles", "smollm2-135m-instruct", "--json"]
-    told = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    code, out, err = cli.command("plan", "--roles", "smollm2-135m-instruct", "--json")
+    assert code == 0, err
+    told = json.loads(out)
     assert {"name": "lm_head", "kind": "head", "cut": "vocabulary"}.items() <= told["parts"][-1].items()
 
 

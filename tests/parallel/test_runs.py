@@ -40,7 +40,7 @@ QUICK: list[tuple[str, int, dict[str, Any]]] = [
 ]
 SLOW: list[tuple[str, int, dict[str, Any]]] = [
     *((family, 4, TP | zero(3)) for family in ("llama", "gpt2", "mixtral", "bert", "t5")),
-    *((family, 8, TP | zero(2) | {"parallel__shard": 2}) for family in ("llama", "gpt2", "qwen3", "bert")),
+    *((family, 8, TP | zero(2) | {"parallel__dp_shard_size": 2}) for family in ("llama", "gpt2", "qwen3", "bert")),
     *((family, 4, PP | zero(1)) for family in ("llama", "gpt2", "qwen3", "mixtral", "bert", "t5")),
     *((family, 4, TP | PP) for family in ("llama", "qwen3", "mixtral", "bert", "t5")),
     *((family, 8, TP | PP | zero(1)) for family in ("llama", "gpt2", "qwen3", "mixtral", "bert", "t5")),
@@ -54,10 +54,10 @@ SLOW: list[tuple[str, int, dict[str, Any]]] = [
     ("llama", 4, PP | zero(3) | {"recompute": "full"}),
     ("llama", 4, TP | zero(3) | {"recompute": "full"}),
     ("llama", 4, CP | zero(3) | {"recompute": "full"}),
-    ("llama", 2, PP | {"parallel__schedule": "gpipe"}),
-    ("llama", 2, PP | {"parallel__schedule": "interleaved"}),
-    ("llama", 2, PP | {"parallel__schedule": "zbv", "parallel__zero": 0}),
-    ("llama", 2, PP | {"parallel__schedule": "naive"}),
+    ("llama", 2, PP | {"parallel__pipeline_schedule": "gpipe"}),
+    ("llama", 2, PP | {"parallel__pipeline_schedule": "interleaved"}),
+    ("llama", 2, PP | {"parallel__pipeline_schedule": "zbv", "parallel__zero": 0}),
+    ("llama", 2, PP | {"parallel__pipeline_schedule": "naive"}),
     ("mixtral", 8, TP | PP | CP | EP),
     ("qwen3_moe", 16, TP | PP | CP | EP | zero(2)),
     *((family, 4, axes | {"method": LORA}) for family in ("llama", "gpt2") for axes in (TP | zero(3), PP | zero(1))),

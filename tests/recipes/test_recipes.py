@@ -70,8 +70,8 @@ def _tiny(name: str, folder: Path) -> dict[str, Any]:
         run["data"]["eval"] = "10%"
     run["train"] = run["train"] | {"steps": 2, "batch_size": 4, "micro_batch_size": 2, "warmup": 0}
     run["train"].pop("epochs", None)
-    if "secondary_shard" in run.get("parallel", {}):
-        run["parallel"]["secondary_shard"] = 1
+    if "hpz_size" in run.get("parallel", {}):
+        run["parallel"]["hpz_size"] = 1
     if run.get("objective", {}) and "teacher" in run["objective"]:
         run["objective"]["teacher"] = saved_model(folder / "teacher", config_of(_family(name)), seed=1)
     return run | {"device": "cpu", "precision": "fp32", "checkpoint": {"every": None}, "output": str(folder / "out")}

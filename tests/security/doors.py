@@ -212,9 +212,9 @@ def _worker(ground: Ground, method: str, path: str, body: bytes = b"", **headers
     return say(ground.apart, request(method, path, body=body, **told))
 
 
-@attempt(APART, "the network without a token (meet --host 0.0.0.0)")
+@attempt(APART, "the network without a token (diloco-server --host 0.0.0.0)")
 def _(ground: Ground) -> str:
-    return ground.command("meet", "--host", "0.0.0.0", "--state", str(ground.folder / "state"))
+    return ground.command("diloco-server", "--host", "0.0.0.0", "--state", str(ground.folder / "state"))
 
 
 @attempt(APART, "no token")

@@ -185,7 +185,7 @@ def test_compare_in_a_script_puts_each_answer_under_its_title(
     model: Any, tokenizer: Any, capsys: pytest.CaptureFixture[str], pairs: dict[str, str]
 ) -> None:
     sampling = Sampling(max_tokens=20)
-    chat(model, tokenizer, sampling, None, "Hi", Console(), "tuned", lambda _: (model, tokenizer), "base")
+    chat(Conversation(model, tokenizer, sampling, None), "Hi", Console(), "tuned", lambda _: (model, tokenizer), "base")
     assert capsys.readouterr() == (f"== tuned\n{pairs['Hi']}\n== base\n{pairs['Hi']}\n", "")
 
 
@@ -279,7 +279,7 @@ def test_save_explains_what_it_cannot_write(tmp_path: Path) -> None:
 def run_script(
     model: Any, tokenizer: Any, capsys: pytest.CaptureFixture[str], prompt: str | None, **given: Any
 ) -> tuple[str, str]:
-    chat(model, tokenizer, Sampling(**{"max_tokens": 20, **given}), None, prompt, Console(), "tiny")
+    chat(Conversation(model, tokenizer, Sampling(**{"max_tokens": 20, **given}), None), prompt, Console(), "tiny")
     return capsys.readouterr()
 
 
@@ -327,14 +327,14 @@ def test_without_a_template_it_is_said_once_and_not_on_stdout(
 def test_ctrl_c_ends_a_script(model: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chat_module, "_write", lambda *_: signal.raise_signal(signal.SIGINT))
     with pytest.raises(Interrupted) as caught:
-        chat(model, tokenizer, Sampling(), None, "Hi", Console(file=io.StringIO()), "tiny")
+        chat(Conversation(model, tokenizer, Sampling(), None), "Hi", Console(file=io.StringIO()), "tiny")
     assert caught.value.exit_code == 130
 
 
 def test_broken_text_on_stdin_is_explained(model: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff\xfe\n"), encoding="utf-8"))
     with pytest.raises(UserError, match="UTF-8"):
-        chat(model, tokenizer, Sampling(), None, None, Console(file=io.StringIO()), "tiny")
+        chat(Conversation(model, tokenizer, Sampling(), None), None, Console(file=io.StringIO()), "tiny")
 
 
 def test_a_terminal_gets_the_interactive_chat(
@@ -344,6 +344,6 @@ def test_a_terminal_gets_the_interactive_chat(
     terminal.isatty = lambda: True  # type: ignore[method-assign]
     monkeypatch.setattr(sys, "stdin", terminal)
     screen = io.StringIO()
-    chat(model, tokenizer, Sampling(), None, None, Console(file=screen, width=200), "tiny model")
+    chat(Conversation(model, tokenizer, Sampling(), None), None, Console(file=screen, width=200), "tiny model")
     assert screen.getvalue().startswith("tiny model\n") and pairs["Hi"] in screen.getvalue()
     assert terminal.read() == "not read\n"

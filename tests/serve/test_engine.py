@@ -210,7 +210,7 @@ def test_limits_of_time_queue_and_grace(tokenizer: Any) -> None:
         engine.drain(0.5)
         assert waiting.end() == Failed(503, engine_module.STOPPING)
         assert running_one.end() == Failed(503, engine_module.STOPPING)
-        assert 0.4 < time.monotonic() - began < 10
+        assert 0.4 < time.monotonic() - began < 60, "50,000 tokens would take minutes"
         assert engine.submit([long], [waiting.events.put]) is None
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,6 +16,8 @@ from typing import Any
 
 import psutil
 import yaml
+
+from support.ranks import forking
 
 
 def write_run(folder: Path, run: dict[str, Any]) -> Path:
@@ -31,10 +35,44 @@ def start(file: Path, *overrides: str, env: Mapping[str, str] | None = None) -> 
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=all_env)
 
 
-def command(*words: str | Path, stdin: str = "") -> tuple[int, str, str]:
-    """Any `shardwise` command to its end: exit code, standard output, standard error."""
+def command(*words: str | Path, stdin: str = "", timeout: float = 240) -> tuple[int, str, str]:
+    """Any `shardwise` command to its end: exit code, standard output, standard error.
+
+    In a process forked from one that has imported it (see ranks.py), which spares the seconds of the imports. Where
+    other libraries read the environment when they are imported, `fresh_command` is needed.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        texts = {name: Path(folder) / name for name in ("in", "out", "err")}
+        texts["in"].write_text(stdin)
+        process = forking().Process(
+            target=_command, args=([*map(str, words)], [*texts.values()], dict(os.environ), os.getcwd())
+        )
+        process.start()
+        process.join(timeout)
+        if process.is_alive():
+            process.kill()
+            process.join()
+            raise AssertionError(f"{words} did not end:\n{texts['out'].read_text()}\n{texts['err'].read_text()}")
+        assert process.exitcode is not None
+        return process.exitcode, texts["out"].read_text(), texts["err"].read_text()
+
+
+def _command(words: list[str], texts: list[Path], env: dict[str, str], folder: str) -> None:
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(env)
+    for number, (text, mode) in enumerate(zip(texts, ("r", "w", "w"), strict=True)):
+        with open(text, mode) as opened:
+            os.dup2(opened.fileno(), number)
+    sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w"), open(2, "w")  # noqa: SIM115
+    sys.argv = ["shardwise", *words]
+    runpy.run_module("shardwise", run_name="__main__", alter_sys=True)
+
+
+def fresh_command(*words: str | Path) -> tuple[int, str, str]:
+    """As `command`, in a process that imports everything anew."""
     line = [sys.executable, "-m", "shardwise", *map(str, words)]
-    done = subprocess.run(line, input=stdin, capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run(line, capture_output=True, text=True, timeout=240, check=False)
     return done.returncode, done.stdout, done.stderr
 
 

@@ -129,7 +129,8 @@ class Shelf:
             "data.packing": False, "objective.type": kind, "train.steps": STEPS, "train.batch_size": 8,
             "train.micro_batch_size": 2 if kind == "kto" else 1, "train.warmup": 0,
             "train.learning_rate": 0.3 if f.SGD in features else 3e-3,
-            "train.clip": None if f.IN_BACKWARD in like else 0.5, "precision": "fp32", "device": "cpu", "ranks": RANKS,
+            "train.max_grad_norm": None if f.IN_BACKWARD in like else 0.5, "precision": "fp32",
+            "device": "cpu", "ranks": RANKS,
             "checkpoint.every": None, "output": str(self.folder / "out" / output),
         }  # fmt: skip
         if kind == "kto":
@@ -138,9 +139,9 @@ class Shelf:
         if kind == "distill":
             settings["objective.teacher"] = str(self.folder / "teacher")
         if f.IA3 in features and (f.EXPERT in like or f.ROUTER in like):
-            settings["method.feedforward"] = []  # a stack of experts is no layer with a name
-        if settings.get("parallel.shard") and {f.TENSOR, *f.SCHEDULES} & set(features):
-            settings["parallel.shard"] = 1 if f.TENSOR in features and {*f.SCHEDULES} & set(features) else 2
+            settings["method.feedforward_modules"] = []  # a stack of experts is no layer with a name
+        if settings.get("parallel.dp_shard_size") and {f.TENSOR, *f.SCHEDULES} & set(features):
+            settings["parallel.dp_shard_size"] = 1 if f.TENSOR in features and {*f.SCHEDULES} & set(features) else 2
         return nested(settings)
 
 
@@ -165,8 +166,9 @@ def _train(run: dict[str, Any]) -> list[tuple[float, float]]:
     from shardwise.foresight.prepare import prepare_run
     from shardwise.optim.schedules import set_rates
     from shardwise.parallel.offload.disk import DiskFolder
-    from shardwise.train.loop import accumulate, agree_on_units, seed_step
-    from shardwise.train.setup import build_parts
+    from shardwise.train.loop import accumulate, seed_step
+    from shardwise.train.session import agree_on_units
+    from shardwise.train.setup import build_state
     from shardwise.train.status import Status
     from support.scenarios import batch_of
 
@@ -174,7 +176,7 @@ def _train(run: dict[str, Any]) -> list[tuple[float, float]]:
     world = init_world(job.run)
     train = job.run.train
     with DiskFolder(job.offload_folder, world.rank, world.size) as disk:
-        parts = build_parts(job, world, Status(None), disk=disk)
+        parts = build_state(job, world, Status(None), disk=disk)
         for step in range(train.steps or 0):
             seed_step(train.seed, step, world.rank // world.layout.tensor)
             batch = batch_of(parts, step)
@@ -183,5 +185,5 @@ def _train(run: dict[str, Any]) -> list[tuple[float, float]]:
             rate = set_rates(parts.optimizer, train, step, train.steps)
             summed = accumulate(parts, batch)
             norm = parts.update()
-            parts.meter.add(step, rate, summed if parts.spread.counts else torch.zeros_like(summed), norm, batch)
+            parts.meter.add(step, rate, summed if parts.context.counts else torch.zeros_like(summed), norm, batch)
         return [(record["loss"], record["grad_norm"]) for record in parts.meter.flush()]

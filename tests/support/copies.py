@@ -58,7 +58,7 @@ def go_on(folder: Path, hosts: list[str]) -> tuple[int, int, str] | None:
     assert tensors["rows"].to_local().equal(expected["rows"].to_local())  # type: ignore[attr-defined]
     assert tensors["whole"].equal(expected["whole"])
     copies.began(found.step)
-    return found.step, read_trainer(found.folder)["step"], copies.told(found.step)
+    return found.step, read_trainer(found.folder)["step"], copies.lost_note(found.step)
 
 
 def lose_and_run_short(folder: Path, hosts: list[str], lost: list[Path]) -> tuple[Any, bool, list[str], list[str]]:

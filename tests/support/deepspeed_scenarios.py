@@ -122,7 +122,7 @@ class Tricks(nn.Module):
 def born_divided(kind: str) -> dict[str, Any]:
     """A model built inside zero.Init and the same built plainly: values, and how much of it this rank holds."""
     import shardwise.deepspeed as deepspeed
-    from shardwise.deepspeed.partition import whole
+    from shardwise.deepspeed.partition import full_tensor
     from support.tiny import GPT2, LLAMA, TIED
 
     def build() -> nn.Module:
@@ -141,7 +141,7 @@ def born_divided(kind: str) -> dict[str, Any]:
     held = sum(p.to_local().numel() if isinstance(p, DTensor) else p.numel() for p in divided.values())
     return {
         "plain": {n: p.detach().clone() for n, p in plain.items()},
-        "divided": {n: whole(p) for n, p in divided.items()},
+        "divided": {n: full_tensor(p) for n, p in divided.items()},
         "all": sum(p.numel() for p in plain.values()),
         "held": held,
         "kinds": {type(p.data).__name__ for p in divided.values()},
@@ -169,18 +169,18 @@ def init_then_train(stage: int, inside: bool) -> list[float]:
 def gathered(stage: int) -> dict[str, Any]:
     """What reading and changing whole parameters does, before and after training steps."""
     import shardwise.deepspeed as deepspeed
-    from shardwise.deepspeed.partition import whole
+    from shardwise.deepspeed.partition import full_tensor
 
     engine = started(stage)[0]
     go(engine, 0, 2)
     weight, rank = engine.module.blocks[0][0].weight, dist.get_rank()
-    before = whole(weight)
+    before = full_tensor(weight)
     result: dict[str, Any] = {}
     with deepspeed.zero.GatheredParameters(weight):
         result["read"] = bool(torch.equal(weight.data.clone(), before)) and tuple(weight.shape) == (8, 8)
         result["mean"] = abs(weight.mean().item() - before.mean().item()) < 1e-7
         weight.data.zero_()
-    result["discarded"] = bool(torch.equal(whole(weight), before))
+    result["discarded"] = bool(torch.equal(full_tensor(weight), before))
     with deepspeed.zero.GatheredParameters([weight, engine.module.embed.weight], modifier_rank=1):
         if rank == 1:
             nn.init.constant_(weight, 3.0)
@@ -188,7 +188,7 @@ def gathered(stage: int) -> dict[str, Any]:
             engine.module.embed.weight.data.add_(1.0)
     expected = torch.full((8, 8), 3.0)
     expected[2] = 4.0
-    result["kept"] = bool(torch.equal(whole(weight), expected))
+    result["kept"] = bool(torch.equal(full_tensor(weight), expected))
     with deepspeed.zero.GatheredParameters(engine.module.parameters()):
         engine.eval()
         with torch.no_grad():

@@ -264,7 +264,7 @@ def _with_adapters(case: TinyCase, method: Lora) -> Any:
     plan = plan_method(model, method)
     shapes = {name: features(model.get_submodule(name)) for name in plan.targets}
     if isinstance(method, Qlora):
-        quantize_linears(model, lambda *_: True, method.bits, method.double)
+        quantize_linears(model, lambda *_: True, method.bits, method.double_quant)
     model.requires_grad_(False)
     attach(model, plan, shapes)
     random = torch.Generator().manual_seed(5)

@@ -29,7 +29,7 @@ def step(run: dict[str, Any], rank: int, ranks: int, known: Path) -> dict[str, A
     from support.scenarios import batch_of, parts_of
 
     parts = parts_of(run)
-    pipeline = parts.spread.pipeline
+    pipeline = parts.context.pipeline
     if pipeline is not None and known.exists():
         pipeline._known.update(pickle.loads(known.read_bytes()))
     with WireCount() as wire:

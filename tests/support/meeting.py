@@ -17,7 +17,7 @@ from support.tiny import tiny_run
 
 
 class Point:
-    """`shardwise meet` on a free port; it can be killed and started again at the same one."""
+    """`shardwise diloco-server` on a free port; it can be killed and started again at the same one."""
 
     def __init__(self, state: Path, *options: str, env: dict[str, str] | None = None) -> None:
         self.state, self.options, self.env = state, options, dict(os.environ) | (env or {})
@@ -25,13 +25,22 @@ class Point:
         self.start()
 
     def start(self) -> None:
-        words = [sys.executable, "-m", "shardwise", "meet", "--port", str(self.port), "--state", str(self.state)]
+        words = [
+            sys.executable,
+            "-m",
+            "shardwise",
+            "diloco-server",
+            "--port",
+            str(self.port),
+            "--state",
+            str(self.state),
+        ]
         self.process = subprocess.Popen(
             [*words, *self.options], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=self.env
         )
         assert self.process.stdout is not None
         said = ""
-        while not (found := re.search(r"meeting at .*:(\d+) \(", said)):  # it may first say where it goes on
+        while not (found := re.search(r"sync server at .*:(\d+) \(", said)):  # it may first say where it goes on
             line = self.process.stdout.readline()
             assert line, said + self.process.communicate()[1]
             said += line
@@ -72,7 +81,7 @@ def meeting_point(state: Path, *options: str, env: dict[str, str] | None = None)
 def worker_run(folder: Path, point: Point, name: str, every: int = 4, **changes: Any) -> dict[str, Any]:
     """A tiny run that meets others."""
     run = tiny_run(folder, output=str(folder / name), **changes)
-    return run | {"apart": {"meet": point.address, "every": every, "name": name, "patience": 60}}
+    return run | {"diloco": {"server": point.address, "sync_every": every, "name": name, "connect_timeout": 60}}
 
 
 def meetings(output: Path) -> list[dict[str, Any]]:

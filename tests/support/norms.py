@@ -26,7 +26,7 @@ def measured(kind: str) -> tuple[float, float, int]:
     timer.meeting = lambda ranks: met.append(ranks) or plain(ranks)  # type: ignore[method-assign,func-returns-value]
     sharded: Any = SimpleNamespace(mesh=mesh, device=torch.device("cpu"), timer=timer)
     sharded.sum_up = lambda figures, group: ShardedModel.sum_up(sharded, figures, group)
-    with patch("shardwise.parallel.zero.stages.kind_of", lambda _: kind):
+    with patch("shardwise.parallel.zero.stages.effective_device", lambda _: kind):
         norm = ShardedModel.norm(sharded, parts)
     expected = torch.cat([one.flatten() for one in whole]).double().norm()
     return float(norm), float(expected), len(met)

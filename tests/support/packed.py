@@ -161,7 +161,7 @@ def broken_then_plain(run: dict[str, Any]) -> tuple[list[str], float, float]:
     from shardwise.foresight.prepare import prepare_run
     from shardwise.nn.attention import varlen as attention
     from shardwise.train.loop import accumulate
-    from shardwise.train.setup import build_parts
+    from shardwise.train.setup import build_state
     from shardwise.train.status import Status
     from support.scenarios import batch_of
 
@@ -173,7 +173,7 @@ def broken_then_plain(run: dict[str, Any]) -> tuple[list[str], float, float]:
     for function in (broken, attention._one_by_one):
         attention._one_by_one = function
         job = prepare_run(load_run(run))
-        parts = build_parts(job, init_world(job.run), Status(None), said.append)
+        parts = build_state(job, init_world(job.run), Status(None), said.append)
         losses.append(accumulate(parts, batch_of(parts, 0)).item())
         dist.barrier()
     return said, losses[0], losses[1]

@@ -222,6 +222,26 @@ def bias_never_moves() -> None:
     BiasUpdate.__call__ = lambda self, taken=True: None  # type: ignore[method-assign]
 
 
+def a_block_left_unsharded() -> None:
+    """In the assembly (parallel/parallelize.py): the first block is not sharded, and its gradients not summed."""
+    from shardwise.parallel import parallelize
+    from shardwise.parallel.zero import stages
+
+    plain = parallelize.fully_shard_blocks
+
+    def fully_shard_blocks(a: parallelize.Assembly) -> str | None:
+        if a.world.size == 1:
+            return plain(a)
+        own, first = stages.unmanaged, set(a.blocks[0][1].parameters())
+        stages.unmanaged = lambda *args: own(*args) | first
+        try:
+            return plain(a)
+        finally:
+            stages.unmanaged = own
+
+    parallelize.STEPS = tuple(fully_shard_blocks if step is plain else step for step in parallelize.STEPS)
+
+
 if __name__ == "__main__":
     from shardwise.foresight.verify import host
 

@@ -1,6 +1,6 @@
 """Runs a function on several ranks: real processes, gloo, one result per rank; a failure shows the rank's traceback.
 
-Processes are forked from a server that has imported torch once, so that a test of four ranks does not pay four imports.
+Processes are forked from a server that has imported what they need once: four ranks do not pay four imports.
 The function must live in a module of `support`, where the processes can find it by name.
 """
 
@@ -12,13 +12,34 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+PRELOADED = [
+    "torch._dynamo",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.experimental",
+    "torch.distributed.tensor.parallel",
+    "transformers.generation",
+    "transformers.models.auto.tokenization_auto",
+    "transformers.models.gpt2.modeling_gpt2",
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.mixtral.modeling_mixtral",
+    "transformers.tokenization_utils_tokenizers",
+    "shardwise.foresight.prepare",
+    "shardwise.parallel.parallelize",
+    "shardwise.train.engine",
+    "shardwise.train.loop",
+    "support.scenarios",
+    "support.frozen_heap",
+]
 
-def _context() -> Any:
+
+def forking() -> Any:
+    """Starts processes that have imported what is preloaded."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed.fsdp", "transformers", "support.scenarios"])
+    context.set_forkserver_preload(PRELOADED)
     return context
 
 
@@ -29,6 +50,8 @@ def _rank(
 
     import torch
 
+    for name in PRELOADED:  # there already; the server says nothing of what it could not import
+        import_module(name)
     faulthandler.enable()  # a crash in native code shows where Python was
     os.environ.update(env)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(ranks))
@@ -54,7 +77,7 @@ def run_ranks(
     """The function's result on each rank, in order."""
     import torch
 
-    context = _context()
+    context = forking()
     with tempfile.TemporaryDirectory() as folder:
         children = [
             context.Process(target=_rank, args=(function, r, ranks, folder, env or {}, args)) for r in range(ranks)

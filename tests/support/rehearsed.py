@@ -40,11 +40,11 @@ def for_real(run: dict[str, Any], ranks: int) -> dict[str, Any]:
 def rehearsed(run: dict[str, Any], ranks: int) -> list[dict[str, Any]]:
     """Every rank, one after the other, each in a process of its own."""
     from shardwise.foresight.rehearse.step import Alike
-    from shardwise.foresight.rehearse.subprocess import apart
+    from shardwise.foresight.rehearse.subprocess import run_isolated
 
     known, found = Alike(), []
     for rank in range(ranks):
-        told, known = apart(_one, run, ranks, rank, known)
+        told, known = run_isolated(_one, run, ranks, rank, known)
         found.append(told)
     return found
 

@@ -53,7 +53,8 @@ def routed_run(tmp: Path, model: str, **changes: Any) -> dict[str, Any]:
         "model": model,
         "data": {"train": str(PAIRS), "sequence_length": 160, "over_length": "drop"},
         "train": {
-            "steps": STEPS, "batch_size": 8, "micro_batch_size": 2, "learning_rate": 1e-3, "warmup": 0, "clip": 0.5
+            "steps": STEPS, "batch_size": 8, "micro_batch_size": 2, "learning_rate": 1e-3, "warmup": 0,
+            "max_grad_norm": 0.5,
         },
         "precision": "fp32",
         "device": "cpu",
@@ -130,7 +131,7 @@ def definition(run: dict[str, Any], rate: float = 1e-3, aux: float | None = None
         told["loads"].append({name: counts.tolist() for name, counts in loads.items()})
         if step == 0:
             told["gradients"] = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-        nn.utils.clip_grad_norm_(model.parameters(), train.clip)
+        nn.utils.clip_grad_norm_(model.parameters(), train.max_grad_norm)
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(train, step, train.steps)
         optimizer.step()
@@ -162,7 +163,7 @@ def trained(run: dict[str, Any], bug: str = "") -> dict[str, Any]:
         loop.seed_step(0, step, world.rank)
         batch = batch_of(parts, step)
         set_rates(parts.optimizer, settings, step, settings.steps)
-        summed = loop.accumulate(parts, batch).double() * parts.spread.counts
+        summed = loop.accumulate(parts, batch).double() * parts.context.counts
         dist.all_reduce(summed)
         told["losses"].append(float(summed[0]) / batch.supervised)
         figures = zip(parts.objective.figures, (summed[1:] / batch.supervised).tolist(), strict=False)
@@ -178,7 +179,7 @@ def trained(run: dict[str, Any], bug: str = "") -> dict[str, Any]:
 
 def _loads(parts: Any) -> dict[str, list[int]]:
     """Tokens of each expert in this step, over all ranks: as the loop reports them."""
-    records: list[dict[str, Any]] = parts.spread.annotate([{}])
+    records: list[dict[str, Any]] = parts.context.annotate([{}])
     return dict(records[0].get("experts", {}).get("tokens", {}))
 
 

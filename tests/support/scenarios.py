@@ -13,11 +13,11 @@ def parts_of(run: dict[str, Any]) -> Any:
     from shardwise.config.load import load_run
     from shardwise.distributed.mesh import init_world
     from shardwise.foresight.prepare import prepare_run
-    from shardwise.train.setup import build_parts
+    from shardwise.train.setup import build_state
     from shardwise.train.status import Status
 
     job = prepare_run(load_run(run))
-    return build_parts(job, init_world(job.run), Status(None))
+    return build_state(job, init_world(job.run), Status(None))
 
 
 def batch_of(parts: Any, step: int) -> Any:
@@ -42,11 +42,12 @@ def train(run: dict[str, Any]) -> tuple[list[float], list[float], dict[str, torc
 
     from safetensors.torch import load_file
 
+    from shardwise.diloco.worker import join_others
     from shardwise.observe.metrics import read_metrics
     from shardwise.train.loop import fit
 
     parts = parts_of(run)
-    fit(parts)
+    fit(parts, join_others)
     records = [r for r in read_metrics(Path(run["output"]) / "metrics.jsonl") if r["kind"] == "train"]
     # From the exported model, not gathered: on a GPU torch 2.11 crashes in full_tensor() over gloo.
     final = load_file(next((Path(run["output"]) / "model").glob("*model.safetensors")))  # the model's, or an adapter's
@@ -121,7 +122,7 @@ def plain_loop(run: dict[str, Any]) -> list[float]:
             loss = -(log_p.gather(1, ids[0, 1:, None])[:, 0] * learned[1:]).sum() / count
             loss.backward()
             total += loss.item()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), train.clip)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), train.max_grad_norm)
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(train, step, train.steps)
         optimizer.step()
@@ -260,7 +261,7 @@ def step_without_sync(run: dict[str, Any]) -> bool:
             parts.scaler.scale(loss.total / batch.supervised).backward()
             torch.cuda.set_sync_debug_mode("default")
         torch.cuda.set_sync_debug_mode(mode)
-        norm = parts.sharded.clip(train.clip)
+        norm = parts.sharded.clip(train.max_grad_norm)
         parts.scaler.step(parts.optimizer)
         parts.scaler.update()
         parts.optimizer.zero_grad()
@@ -336,15 +337,19 @@ def export_and_watch(checkpoint: str, target: str, shard_size: int) -> int:
     """Exports, and returns by how much this process's resident memory grew at its peak."""
     from pathlib import Path
 
-    from shardwise.checkpoint.hf import export_checkpoint
+    from shardwise.checkpoint.hf import ExportOptions, export_checkpoint
 
     def resident(name: str) -> int:
         return next(int(line.split()[1]) << 10 for line in open("/proc/self/status") if line.startswith(name))
 
-    export_checkpoint(Path(checkpoint), Path(target), "fp32", shard_size)  # imports what is not to be measured
+    export_checkpoint(
+        Path(checkpoint), Path(target), ExportOptions(dtype="fp32", shard_size=shard_size)
+    )  # imports what is not to be measured
     before = resident("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
-    export_checkpoint(Path(checkpoint), Path(target), "fp32", shard_size, overwrite=True)
+    export_checkpoint(
+        Path(checkpoint), Path(target), ExportOptions(dtype="fp32", shard_size=shard_size, overwrite=True)
+    )
     return resident("VmHWM") - before
 
 

@@ -106,7 +106,7 @@ def tiny_run(tmp: Path, model: Any = None, **changes: Any) -> dict[str, Any]:
             "micro_batch_size": 1,
             "learning_rate": 3e-3,
             "warmup": 0,
-            "clip": 0.5,
+            "max_grad_norm": 0.5,
         },
         "precision": "fp32",
         "device": "cpu",

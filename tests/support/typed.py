@@ -38,7 +38,7 @@ WORDS = {  # what stands for something of the reader's own
 SERVERS = {  # what a command that stays says once it serves
     r"^shardwise serve": r"http://",
     r"^shardwise watch(?!.*(--terminal|--html))": r"http://",
-    r"^(MEET_TOKEN=\S+ )?shardwise meet": r"29400",
+    r"^(DILOCO_TOKEN=\S+ )?shardwise diloco-server": r"29400",
 }
 ELSEWHERE = ("shardwise demo --write", "shardwise plan qwen3-30b-a3b")  # these write a run.yaml of their own
 
@@ -86,12 +86,12 @@ def type_in(text: str, folder: Path, timeout: float = 280) -> tuple[int, str]:
     env = os.environ | {
         "PATH": f"{folder / 'bin'}:{os.environ['PATH']}",
         "COLUMNS": "200",
-        "MEET_TOKEN": "secret-of-16-letters",
+        "DILOCO_TOKEN": "secret-of-16-letters",
     }
     said = folder / "said.txt"
     with said.open("w") as out:
         process = subprocess.Popen(
-            ["bash", "-o", "pipefail", "-c", line.replace("MEET_TOKEN=…", "")], cwd=where, env=env, stdout=out,
+            ["bash", "-o", "pipefail", "-c", line.replace("DILOCO_TOKEN=…", "")], cwd=where, env=env, stdout=out,
             stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=_hears_ctrl_c,
         )  # fmt: skip
         try:

@@ -187,7 +187,7 @@ def own_loop_breakdown(config: dict[str, Any]) -> dict[str, Any]:
     import shardwise
     from support.tiny import LLAMA
 
-    engine = shardwise.initialize(tiny_model(LLAMA), config=config | {"accumulate": 2})
+    engine = shardwise.initialize(tiny_model(LLAMA), config=config | {"gradient_accumulation_steps": 2})
     for index in range(6):
         if index == 2:
             engine.breakdown()

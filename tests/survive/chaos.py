@@ -180,7 +180,7 @@ def _links(
     entries = [Entry(number, kind, step) for step, kind in plan]
     trial, begun, pending = _trial(folder, f"trial-{number}", ranks="auto", timeout="60s"), time.monotonic(), list(plan)
     with some_hosts(2) as hosts:
-        meet = ["--hosts", "2", "--meet", f"{hosts[0].address}:29400", "--patience", f"{PATIENCE:g}"]
+        meet = ["--hosts", "2", "--rendezvous", f"{hosts[0].address}:29400", "--patience", f"{PATIENCE:g}"]
         agents = [Agent(trial.file, *meet, "--name", f"host-{n}", inside=host.inside) for n, host in enumerate(hosts)]
         try:
             limit = time.monotonic() + LIMIT

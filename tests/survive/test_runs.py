@@ -181,7 +181,7 @@ def test_gradients_that_are_no_numbers(folder: Path, how: str) -> None:
 
 @pytest.mark.parametrize("how", ["stop", "skip", "back"])
 def test_a_leap_of_the_loss(folder: Path, how: str) -> None:
-    file, output = a_run(folder, f"leap-{how}", guard={"spike": 6.0, "on_spike": how, "window": 5, "most": 1})
+    file, output = a_run(folder, f"leap-{how}", guard={"spike": 6.0, "on_spike": how, "window": 5, "max_recoveries": 1})
     code, _, err = cli.train(file, env=faults.environment(folder / f"leaps-{how}", "leap", "all", 9))
     assert code == (1 if how == "stop" else 0), err
     if how == "stop":
@@ -193,9 +193,9 @@ def test_a_leap_of_the_loss(folder: Path, how: str) -> None:
 
 def test_too_often(folder: Path) -> None:
     file, _ = a_run(folder, "often")
-    settings = ("guard.nan=skip", "guard.most=0")
+    settings = ("guard.nan=skip", "guard.max_recoveries=0")
     code, _, err = cli.train(file, *settings, env=faults.environment(folder / "too-often", "nan", "all", 3))
-    assert code == 1 and "(guard.most)" in err and "starting again" not in err
+    assert code == 1 and "(guard.max_recoveries)" in err and "starting again" not in err
 
 
 def test_a_flipped_bit_is_found_and_named(folder: Path) -> None:
@@ -207,7 +207,7 @@ def test_a_flipped_bit_is_found_and_named(folder: Path) -> None:
 
 def test_replicas_stay_alike(folder: Path, undisturbed: Path) -> None:
     """Where nothing fails the comparison says nothing and changes nothing."""
-    file, output = a_run(folder, "alike", guard={"checksum": 2}, parallel={"zero": 2, "shard": 1})
+    file, output = a_run(folder, "alike", guard={"checksum": 2}, parallel={"zero": 2, "dp_shard_size": 1})
     code, _, err = cli.train(file)
     assert code == 0, err
     assert cli.losses(output).keys() == cli.losses(undisturbed).keys()

@@ -14,15 +14,15 @@ from torch._dynamo.exc import BackendCompilerFailed
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 from shardwise.core.cache import cache_root
-from shardwise.core.effective_device import _or_as_written, as_written, compiled
+from shardwise.core.effective_device import _with_eager_fallback, as_written, compiled
 
 ROUTERS: dict[str, Any] = {
     "model": {"config": QWEN3_MOE, "tokenizer": "none"}, "router": {"aux_loss": 0.5, "z_loss": 0.1}, "precision": "bf16"
 }  # fmt: skip
 CASES: dict[str, dict[str, Any]] = {
     "full": {},
-    "fp8": {"precision": "bf16", "fp8": {"recipe": "tensorwise", "least": 16}},
-    "fp8 by rows": {"precision": "bf16", "fp8": {"recipe": "rowwise", "least": 16}},
+    "fp8": {"precision": "bf16", "fp8": {"recipe": "tensorwise", "min_features": 16}},
+    "fp8 by rows": {"precision": "bf16", "fp8": {"recipe": "rowwise", "min_features": 16}},
     "lora": {"method": "lora"},
     "dora": {"method": {"type": "lora", "dora": True}},
     "ia3": {"method": "ia3"},
@@ -69,7 +69,7 @@ def test_what_the_compiler_does_not_take_runs_as_it_is_written() -> None:
     def fails(*_: Any) -> Any:
         raise BackendCompilerFailed(None, RuntimeError("no such kernel"), None)
 
-    blocks = [_or_as_written(fails, lambda x, n=n: x + n, failures) for n in (1, 2)]
+    blocks = [_with_eager_fallback(fails, lambda x, n=n: x + n, failures) for n in (1, 2)]
     with pytest.warns(UserWarning, match="run as they are written") as said:
         assert [block(10) for block in blocks] == [11, 12] and blocks[0](1) == 2
     assert len(said) == 1 and "no such kernel" in failures[0]
@@ -80,7 +80,7 @@ def test_a_mistake_within_a_block_is_no_failure_of_the_compiler() -> None:
         raise ValueError("the model's own")
 
     with pytest.raises(ValueError, match="own"):
-        _or_as_written(fails, lambda x: x, [])(1)
+        _with_eager_fallback(fails, lambda x: x, [])(1)
 
 
 def test_a_look_at_a_few_tokens_is_not_compiled_for() -> None:

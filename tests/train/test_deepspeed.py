@@ -29,7 +29,7 @@ def test_the_example_trains_with_no_edit(tmp_path: Path, monkeypatch: pytest.Mon
     """On two ranks, by the command: the account has every key, the rates are DeepSpeed's, the CSV files are there."""
     tokenizer_folder(tmp_path / "tokenizer")
     run = tiny_run(tmp_path, ranks=2, train__steps=10, train__batch_size=4, train__warmup=4)
-    del run["train"]["clip"], run["precision"]
+    del run["train"]["max_grad_norm"], run["precision"]
     file = cli.write_run(tmp_path, run)
     monkeypatch.chdir(tmp_path)  # the example writes its CSV files below the folder it is run in
     monkeypatch.setenv("COLUMNS", "250")

@@ -52,7 +52,7 @@ def test_better(value: float, best: float | None, more: bool, least: float, answ
 def test_counts_and_survives_a_checkpoint(tmp_path: Path) -> None:
     stop = {"metric": "accuracy", "patience": 2, "min_delta": 0.05}
     position = Position()
-    watch = _watch(position, tmp_path, train__stop_early=stop, checkpoint__best="losses.a.b")
+    watch = _watch(position, tmp_path, train__early_stopping=stop, checkpoint__best="losses.a.b")
     seen = []
     for step, (accuracy, loss) in enumerate([(0.5, 3.0), (0.54, 2.0)], 1):  # 0.54: less than min_delta above
         position.step = step
@@ -62,23 +62,23 @@ def test_counts_and_survives_a_checkpoint(tmp_path: Path) -> None:
     saved = json.loads(json.dumps(position.to_json("x")))
     saved.pop("data_fingerprint")
     again = Position(**saved)
-    watch = _watch(again, tmp_path, train__stop_early=stop, checkpoint__best="losses.a.b")
+    watch = _watch(again, tmp_path, train__early_stopping=stop, checkpoint__best="losses.a.b")
     assert not watch.enough and again.best_value == 2.0
     again.step = 3
     assert not watch.evaluated({"loss": 9.0, "accuracy": 0.5, "losses": {"a.b": 2.5}})
     assert "accuracy has not improved for 2 evaluations (best 0.5)" in watch.enough
-    other = _watch(again, tmp_path, train__stop_early={"metric": "eval_loss", "patience": 2})
+    other = _watch(again, tmp_path, train__early_stopping={"metric": "eval_loss", "patience": 2})
     assert not other.enough and again.best_step is None  # other figures: what was counted means nothing
 
 
 def test_mistakes(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no such figure") as caught:
-        _watch(Position(), tmp_path, train__stop_early={"metric": "losses.d"})
+        _watch(Position(), tmp_path, train__early_stopping={"metric": "losses.d"})
     assert "losses.a.b" in str(caught.value)
     with pytest.raises(UserError, match="mode: min or mode: max"):
         _watch(Position(), tmp_path, checkpoint__best="brightness")
     for change, field in (
-        ({"train__stop_early": {}}, "train.stop_early"),
+        ({"train__early_stopping": {}}, "train.early_stopping"),
         ({"checkpoint__best": "accuracy"}, "checkpoint.best"),
         ({"export__checkpoint": "best"}, "export.checkpoint"),
     ):
@@ -86,12 +86,13 @@ def test_mistakes(tmp_path: Path) -> None:
             resolve_machine(load_run(tiny_run(tmp_path, **change)).run)
         assert caught.value.field == field
     with pytest.raises(UserError, match="at its end only"):
-        resolve_machine(load_run(tiny_run(tmp_path, data__eval="10%", train__stop_early={})).run)
+        resolve_machine(load_run(tiny_run(tmp_path, data__eval="10%", train__early_stopping={})).run)
 
 
 def test_a_run_that_no_longer_improves_stops_resumes_and_exports_its_best(tmp_path: Path) -> None:
     run = tiny_run(
-        tmp_path, ranks=2, data__eval="10%", train__eval_every=1, train__stop_early={"patience": 2, "min_delta": 100},
+        tmp_path, ranks=2, data__eval="10%", train__eval_every=1,
+        train__early_stopping={"patience": 2, "min_delta": 100},
         checkpoint__keep=1, checkpoint__best={"metric": "perplexity", "mode": "max"}, export__checkpoint="best",
     )  # fmt: skip
     result = Trainer(run).fit()
@@ -110,5 +111,5 @@ def test_a_run_that_no_longer_improves_stops_resumes_and_exports_its_best(tmp_pa
     run["ranks"] = 1
     again = Trainer(run).fit()  # nothing is left to do but the export
     assert again.step == 3 and (out / "model" / "config.json").is_file()
-    further = Trainer(run, "train.stop_early.patience=3").fit()
+    further = Trainer(run, "train.early_stopping.patience=3").fit()
     assert further.step == 4  # the evaluations before the resume were counted

@@ -20,7 +20,7 @@ from shardwise.train.engine import _check
 )  # fmt: skip
 def test_own_loop(kind: str, zero: int, tmp_path: Path) -> None:
     """Accumulation 2, clipping; two ranks equal one; then go on from the checkpoint on one rank at another stage."""
-    config = {"parallel": {"zero": zero}, "accumulate": 2, "clip": 0.5}
+    config = {"parallel": {"zero": zero}, "gradient_accumulation_steps": 2, "max_grad_norm": 0.5}
     one = run_ranks(scenarios.own_loop, 1, config | {"parallel": {"zero": 2}}, str(tmp_path / "one"), kind, 12, False)[
         0
     ]
@@ -40,7 +40,7 @@ def test_own_loop_offloaded(
     places: tuple[str, str], precision: str, tmp_path: Path, cpu_precision_env: dict[str, str]
 ) -> None:
     """The optimizer one brings, with its states elsewhere: the same losses, also from a checkpoint of the plain run."""
-    config = {"parallel": {"zero": 3}, "accumulate": 2, "clip": 0.5, "precision": precision}
+    config = {"parallel": {"zero": 3}, "gradient_accumulation_steps": 2, "max_grad_norm": 0.5, "precision": precision}
     disk = {"disk": str(tmp_path / "files")} if "disk" in places else {}
     away = config | {"offload": {"optimizer": places[0], "parameters": places[1], **disk}}
 
@@ -71,7 +71,7 @@ def test_default_optimizer_trains(tmp_path: Path) -> None:
 
 
 def test_mistakes_name_the_field() -> None:
-    with pytest.raises(UserError, match="did you mean accumulate"):
-        _check({"acumulate": 2})
+    with pytest.raises(UserError, match="did you mean gradient_accumulation_steps"):
+        _check({"gradient_acumulation_steps": 2})
     with pytest.raises(UserError, match=r"config\.parallel\.zero"):
         _check({"parallel": {"zero": 7}})

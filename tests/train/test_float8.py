@@ -29,15 +29,15 @@ def losses(tmp: Path, name: str, **changes: Any) -> list[float]:
 def test_it_learns_as_in_16_bits(tmp_path: Path) -> None:
     plain = losses(tmp_path, "bf16")
     for recipe in ("tensorwise", "rowwise"):
-        found = losses(tmp_path, recipe, fp8__recipe=recipe, fp8__least=16)
+        found = losses(tmp_path, recipe, fp8__recipe=recipe, fp8__min_features=16)
         print(recipe, [f"{a - b:+.4f}" for a, b in zip(found, plain, strict=True)])
         assert found != plain and found == pytest.approx(plain, rel=0.02)
 
 
 def test_stages_and_recomputation_change_nothing_else(tmp_path: Path) -> None:
-    plain = losses(tmp_path, "plain", fp8__recipe="tensorwise", fp8__least=16, parallel__zero=0)
+    plain = losses(tmp_path, "plain", fp8__recipe="tensorwise", fp8__min_features=16, parallel__zero=0)
     for stage in (2, 3):
-        found = losses(tmp_path, str(stage), fp8__recipe="tensorwise", fp8__least=16, parallel__zero=stage,
+        found = losses(tmp_path, str(stage), fp8__recipe="tensorwise", fp8__min_features=16, parallel__zero=stage,
                        recompute="full")  # fmt: skip
         assert found == pytest.approx(plain, rel=1e-4)
 
@@ -46,13 +46,17 @@ def test_stages_and_recomputation_change_nothing_else(tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", ["gpt2", "qwen3", "mixtral"])
 def test_families(family: str, tmp_path: Path) -> None:
     plain = losses(tmp_path, "bf16", config=config_of(family))
-    found = losses(tmp_path, "fp8", config=config_of(family), fp8__recipe="tensorwise", fp8__least=16)
+    found = losses(tmp_path, "fp8", config=config_of(family), fp8__recipe="tensorwise", fp8__min_features=16)
     assert found != plain and found == pytest.approx(plain, rel=0.03)
 
 
 def test_short_for_bf16_with_fp8() -> None:
-    run = load_run({"model": "m", "data": {"train": "x"}, "precision": "fp8", "fp8": {"keep": "down_proj"}}).run
-    assert run.precision == "bf16" and run.fp8.recipe == "tensorwise" and run.fp8.keep == ("down_proj",)
+    run = load_run(
+        {"model": "m", "data": {"train": "x"}, "precision": "fp8", "fp8": {"modules_to_not_convert": "down_proj"}}
+    ).run
+    assert (
+        run.precision == "bf16" and run.fp8.recipe == "tensorwise" and run.fp8.modules_to_not_convert == ("down_proj",)
+    )
     run = load_run({"model": "m", "data": {"train": "x"}, "fp8": "rowwise"}, ["precision=fp8"]).run
     assert run.fp8.recipe == "rowwise"
 

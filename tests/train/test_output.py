@@ -36,7 +36,7 @@ def test_it_is_refused_before_anything_is_prepared(tmp_path: Path, monkeypatch: 
             Trainer(tiny_run(tmp_path)).prepare()
         raise UserError("data.train", None, "is bad", "mend it")
 
-    monkeypatch.setattr("shardwise.launch.trainer.prepare_job", prepared)
+    monkeypatch.setattr("shardwise.launch.trainer.prepare_run", prepared)
     (tmp_path / "out").mkdir()
     with FileLock(tmp_path / "out/.lock"), pytest.raises(UserError, match="another run is using this folder"):
         Trainer(tiny_run(tmp_path)).prepare()

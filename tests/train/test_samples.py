@@ -33,7 +33,7 @@ def greedy(folder: Path, prompt: str, tokens: int) -> str:
 
 def test_sharded_ranks_write_what_the_model_says(tmp_path: Path) -> None:
     model = saved_model(tmp_path / "model", LLAMA)
-    settings = {"prompts": list(PROMPTS), "every": 2, "tokens": 12}
+    settings = {"prompts": list(PROMPTS), "every": 2, "max_new_tokens": 12}
     told = []
     for name, samples in (("with", settings), ("without", None)):
         run = tiny_run(

@@ -10,7 +10,8 @@ import torch
 from support.families import config_of
 from support.tiny import tokenizer_folder
 
-from shardwise.config.schema import Model, Parallel
+from shardwise.config.load import load_run
+from shardwise.config.schema import Model, Run
 from shardwise.core.errors import UserError
 from shardwise.nn.models.source import ModelSource, find_model
 from shardwise.nn.tiny.case import LossAndGradients, judge
@@ -26,26 +27,34 @@ def source_of(config: dict[str, Any], tmp_path: Path) -> ModelSource:
     return find_model(Model(config=config, tokenizer=tokenizer_folder(tmp_path / "tokenizer")))
 
 
+def run_with(**settings: Any) -> Run:
+    """A run of two rows with these settings of `parallel` and, after `run_`, of its own."""
+    own = {name.removeprefix("run_"): value for name, value in settings.items() if name.startswith("run_")}
+    parallel = {name: value for name, value in settings.items() if not name.startswith("run_")}
+    given = {"model": "none", "data": {"train": "none"}, "parallel": parallel, "precision": "fp32"}
+    return load_run(given | own).run
+
+
 def test_right_is_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source, parallel, said = source_of(config_of("llama"), tmp_path), Parallel(tensor=4, pipeline=4), []
-    check.check_axes(source, parallel, said.append)
+    source, run, said = source_of(config_of("llama"), tmp_path), run_with(tensor=4, pipeline=4), []
+    check.check_axes(source, run, said.append)
     assert len(said) == 2 and "the same as in one process" in said[1], said
     monkeypatch.setattr(check, "_try", lambda *_: pytest.fail("it is remembered"))
-    check.check_axes(source, parallel)
+    check.check_axes(source, run)
     with pytest.raises(pytest.fail.Exception):  # another axis is another question
-        check.check_axes(source, Parallel(tensor=4))
+        check.check_axes(source, run_with(tensor=4))
 
 
 def test_what_cannot_be_divided_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError) as error:
-        check.check_axes(source_of(config_of("llama"), tmp_path), Parallel(expert=2))
+        check.check_axes(source_of(config_of("llama"), tmp_path), run_with(expert=2))
     assert "parallel.expert = 2: llama cannot be divided so: has no experts" in str(error.value)
 
 
 def test_what_is_wrong_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(check, "_try", lambda *_: {"outcome": "wrong", "why": "the gradient of norm.weight", "loss": 0})
     with pytest.raises(UserError, match=r"would train wrongly, the gradient of norm\.weight is off"):
-        check.check_axes(source_of(config_of("llama"), tmp_path), Parallel(pipeline=2))
+        check.check_axes(source_of(config_of("llama"), tmp_path), run_with(pipeline=2))
 
 
 def test_a_missing_gradient_is_wrong() -> None:
@@ -59,6 +68,19 @@ def test_a_missing_gradient_is_wrong() -> None:
 
 
 def test_the_trial_has_two_ranks_along_each_axis() -> None:
-    small, ranks = check.small_settings(Parallel(tensor=8, pipeline=4, zero=1, schedule="interleaved", chunks=4))
-    assert ranks == 4 and (small.tensor, small.pipeline, small.chunks, small.zero) == (2, 2, 2, 1)
-    assert check.small_settings(Parallel(expert=8))[1] == 2
+    small, ranks = check.small_run(
+        run_with(tensor=8, pipeline=4, zero=1, pipeline_schedule="interleaved", virtual_stages=4)
+    )
+    parallel = small.parallel
+    assert ranks == 4 and (parallel.tensor, parallel.pipeline, parallel.virtual_stages, parallel.zero) == (2, 2, 2, 1)
+    assert check.small_run(run_with(expert=8))[1] == 2
+
+
+def test_the_trial_assembles_what_the_run_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Adapters and recomputation are in it; what one process computes has the adapters too."""
+    said: list[str] = []
+    run = run_with(tensor=2, run_method="lora", run_recompute="full")
+    check.check_axes(source_of(config_of("llama"), tmp_path), run, said.append)
+    assert "the same as in one process" in said[1], said
+    small, _ = check.small_run(run_with(tensor=2, run_method={"type": "qlora"}, run_recompute="full"))
+    assert small.method.type == "lora" and small.recompute == "full"

@@ -1,1 +1,1 @@
-"""Checkpoints that lose nothing: sharded, hashed, atomic; and the export to a Hugging Face folder."""
+"""Checkpoints: sharded, hashed, atomic; and the export to a Hugging Face folder."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shardwise.checkpoint.store import MODEL, RUN, STATE, load_tensors
+from shardwise.config.renamed import read_saved
 from shardwise.config.schema import Model, Run
 from shardwise.core.errors import UserError
 from shardwise.core.safe_pickle import SafeReader
@@ -35,22 +36,23 @@ PREFIX = "model."
 
 
 def write_adapter_config(folder: Path, model: Any, job: ResolvedRun) -> None:
-    """In a checkpoint's model folder: what its tensors are, and of which base."""
-    plan, source = job.adapted.plan, job.source
+    """Writes the PEFT config to a checkpoint's model folder: what its tensors are, and of which base."""
+    plan = job.adapted.plan
+    source = job.source
     if plan is None:
         return
     assert source.weights is not None
-    given = Path(source.label).expanduser()
+    local_path = Path(source.label).expanduser()
     # A hub id is one for everyone; all else is a folder here (a .gguf file's is the converted one).
-    hub = not given.exists() and "/" in source.label
-    base = source.label if hub else str((given if given.is_dir() else source.weights).absolute())
+    is_hub_id = not local_path.exists() and "/" in source.label
+    base = source.label if is_hub_id else str((local_path if local_path.is_dir() else source.weights).absolute())
     config = peft_config(model, plan, base, source.task, job.run.model.revision)
     (folder / CONFIG).write_text(json.dumps(config, indent=2))
 
 
 def read_run(checkpoint: Path) -> Run:
-    """The run that wrote a checkpoint."""
-    return Run.model_validate_json((checkpoint / RUN).read_text())
+    """Returns the run that wrote a checkpoint."""
+    return Run.model_validate(read_saved(checkpoint / RUN))
 
 
 def holds_adapter(checkpoint: Path) -> bool:
@@ -59,27 +61,27 @@ def holds_adapter(checkpoint: Path) -> bool:
 
 
 def lacks_base(checkpoint: Path) -> bool:
-    """Whether a checkpoint holds only what was trained, and a whole model needs the base's files besides."""
+    """Whether a checkpoint holds only trained tensors, so that a full model needs the base's files too."""
     run = json.loads((checkpoint / RUN).read_text())
     return holds_adapter(checkpoint) or (bool(run.get("freeze")) and run["model"]["name"] is not None)
 
 
 def stored_tensors(checkpoint: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
-    """The model's tensors in a checkpoint."""
+    """Returns the shapes and dtypes of the model's tensors in a checkpoint."""
     metadata = SafeReader(checkpoint / STATE).read_metadata().state_dict_metadata
-    found: dict[str, Any] = {n.removeprefix(PREFIX): e for n, e in metadata.items() if n.startswith(PREFIX)}
-    return {name: (entry.size, entry.properties.dtype) for name, entry in found.items()}
+    entries: dict[str, Any] = {n.removeprefix(PREFIX): e for n, e in metadata.items() if n.startswith(PREFIX)}
+    return {name: (entry.size, entry.properties.dtype) for name, entry in entries.items()}
 
 
 def read_tensor(checkpoint: Path, name: str, size: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-    """One of them."""
+    """Returns one of a checkpoint's tensors."""
     tensor = torch.empty(size, dtype=dtype)
     load_tensors(checkpoint, {PREFIX + name: tensor}, None)
     return tensor
 
 
 def checkpoint_plan(checkpoint: Path) -> AdapterPlan | None:
-    """What the run of a checkpoint put onto its base; None without adapters."""
+    """Returns the adapters that the run of a checkpoint trained; None without adapters."""
     if not holds_adapter(checkpoint):
         return None
     config = json.loads((checkpoint / MODEL / CONFIG).read_text())
@@ -87,7 +89,7 @@ def checkpoint_plan(checkpoint: Path) -> AdapterPlan | None:
 
 
 def write_adapter(checkpoint: Path, folder: Path, kind: torch.dtype | None) -> None:
-    """PEFT's folder, with the tokenizer; tensors as they were trained unless another type is asked for."""
+    """Writes PEFT's folder, with the tokenizer; tensors in their trained dtype unless `kind` is given."""
     from safetensors.torch import save_file
 
     config = json.loads((checkpoint / MODEL / CONFIG).read_text())
@@ -101,13 +103,13 @@ def write_adapter(checkpoint: Path, folder: Path, kind: torch.dtype | None) -> N
 
 
 def base_of(folder: Path) -> ModelSource:
-    """The model that an adapter's folder is for: as the run named it, or as PEFT's config does."""
-    given = folder / "shardwise_run.json"
-    if given.is_file():
-        return find_base(Run.model_validate_json(given.read_text()))[0]
+    """Returns the base model of an adapter's folder: as the run named it, or as PEFT's config does."""
+    run_file = folder / "shardwise_run.json"
+    if run_file.is_file():
+        return find_base(Run.model_validate(read_saved(run_file)))[0]
     config = read_config(folder)
     base = config.get("base_model_name_or_path")
     if not base:
         raise UserError("adapter", str(folder), "does not say of which model it is", f"add it to its {CONFIG}")
-    task = next((t for t, theirs in TASKS.items() if theirs and theirs == config.get("task_type")), None)
+    task = next((t for t, peft_task in TASKS.items() if peft_task and peft_task == config.get("task_type")), None)
     return find_model(Model(name=str(base), revision=config.get("revision")), task=task)

@@ -1,12 +1,12 @@
-"""Copies of a run's state in the memory of its host and of one other, so that little is lost when one of them dies.
+"""Checkpoints in the memory of a host and of one peer, so that little is lost when one of them dies.
 
-Every some steps each rank writes its part to its host's memory (host_copies.py), in the form of checkpoints on disk,
-and in the background to that of the next host in a ring. A copy counts once every part lies on both; two are kept, so
+Every few steps each rank writes its shard to its host's memory (host_copies.py), in the format of checkpoints on disk,
+and in the background to that of the next host in a ring. A copy counts once every shard is on both; two are kept, so
 that a crash while one is made leaves the other.
 
-After a crash the hosts that are there tell each other what they hold. The newest copy of which every file lies on one
-of them, with the right hash, is gone on from: a rank reads what is on its own host, and what is not is sent by a rank
-of a host that has it. Any number of ranks and hosts will do, as with checkpoints on disk.
+After a crash the remaining hosts tell each other what they hold. The run resumes from the newest copy of which every
+file is on one of them, with the right hash: a rank reads what is on its own host, and the rest is sent by a rank of a
+host that has it. Any number of ranks and hosts will do, as with checkpoints on disk.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ SPARE = 2 << 30  # bytes that copies leave of a host's free memory
 
 
 class Votes(Protocol):
-    """What the ranks agreed on as the step began (train/control.py)."""
+    """What the ranks agreed on at the start of the step (train/control.py)."""
 
     busy: bool
     copy_due: bool
@@ -53,7 +53,7 @@ class Votes(Protocol):
 
 @dataclass(frozen=True)
 class MemoryCheckpoint:
-    """A copy to go on from: this host's folder of it, and which hosts hold each file."""
+    """A copy to resume from: this host's folder of it, and which hosts hold each file."""
 
     folder: Path
     step: int
@@ -63,12 +63,14 @@ class MemoryCheckpoint:
 
 
 class MemoryCheckpoints:
-    """The copies of one run, as one of its ranks sees them. All ranks call all methods, unless said otherwise."""
+    """The in-memory checkpoints of one run, as seen by one rank. All methods are collective unless stated otherwise."""
 
     def __init__(self, checkpoints: Path, group: dist.ProcessGroup, afresh: bool) -> None:
-        """`afresh`: earlier copies are not to be gone on from."""
-        self._checkpoints, self._group = checkpoints, group
-        self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
+        """`afresh`: do not resume from earlier copies."""
+        self._checkpoints = checkpoints
+        self._group = group
+        self._rank = dist.get_rank(group)
+        self._size = dist.get_world_size(group)
         name = f"{host_copies.host_name()} {_boot()}"
         self._hosts = self._gather(name)
         self._host = name
@@ -85,7 +87,7 @@ class MemoryCheckpoints:
             host_copies.make_private(folder)
         self._held = host_copies.hold(self.folder)
         if self._leads:
-            host_copies.sweep(keep=[self._life.token])
+            host_copies.sweep(kept_tokens=[self._life.token])
             for left_over in self.folder.glob(".step-*"):
                 shutil.rmtree(left_over, ignore_errors=True)
         self._reached = os.open(self.folder / host_copies.REACHED, os.O_CREAT | os.O_RDWR, 0o600)
@@ -109,11 +111,11 @@ class MemoryCheckpoints:
     # Going on from one.
 
     def find(self, beyond: int) -> MemoryCheckpoint | None:
-        """The newest whole copy of a later step than that, every file of it verified; None where there is none."""
+        """Returns the newest complete copy of a later step than `beyond`, every file verified; None if none."""
         everyone: list[list[FoundCopy]] = self._gather(
             host_copies.list_copies(self.folder, self._life) if self._leads else []
         )
-        held = {self._hosts[rank]: found for rank, found in enumerate(everyone) if found}
+        held = {self._hosts[rank]: copies_found for rank, copies_found in enumerate(everyone) if copies_found}
         while (chosen := _newest(held, beyond)) is not None:
             bad = {name for part in self._gather(self._verify(held, chosen)) for name in part}
             if not bad:
@@ -122,34 +124,35 @@ class MemoryCheckpoints:
         return None
 
     def _verify(self, held: dict[str, list[FoundCopy]], chosen: FoundCopy) -> set[tuple[str, str]]:
-        """Of this host's files this rank's share: those that are not what was written, with the host."""
-        mine = [one for one in held.get(self._host, []) if (one.name, one.seal) == (chosen.name, chosen.seal)]
-        if not mine:
+        """This rank's share of this host's files: those that are damaged, with the host."""
+        own_copies = [copy for copy in held.get(self._host, []) if (copy.name, copy.seal) == (chosen.name, chosen.seal)]
+        if not own_copies:
             return set()
-        folder, files = self.folder / chosen.name, read_manifest(self.folder / chosen.name)
+        folder = self.folder / chosen.name
+        files = read_manifest(self.folder / chosen.name)
         if isinstance(files, Damage):
-            return {(self._host, name) for name in mine[0].files}
+            return {(self._host, name) for name in own_copies[0].files}
         ranks = [rank for rank, host in enumerate(self._hosts) if host == self._host]
-        share = sorted(mine[0].files)[ranks.index(self._rank) :: len(ranks)]
-        bad = {name for name in share if digest_file(folder / name)[1] != files[name][1]}
-        for name in bad:
+        share = sorted(own_copies[0].files)[ranks.index(self._rank) :: len(ranks)]
+        damaged = {name for name in share if digest_file(folder / name)[1] != files[name][1]}
+        for name in damaged:
             (folder / name).unlink(missing_ok=True)
-        return {(self._host, name) for name in bad}
+        return {(self._host, name) for name in damaged}
 
     def _prepare(self, held: dict[str, list[FoundCopy]], chosen: FoundCopy) -> MemoryCheckpoint:
-        """Gives every host the small files; those of tensors are fetched when it is known who reads which."""
+        """Gives every host the small files; tensor files are fetched once it is known who reads which."""
         holders: dict[str, list[str]] = {}
-        for host, found in held.items():
-            for one in found:
-                if (one.name, one.seal) == (chosen.name, chosen.seal):
-                    for name in one.files:
+        for host, copies_found in held.items():
+            for copy in copies_found:
+                if (copy.name, copy.seal) == (chosen.name, chosen.seal):
+                    for name in copy.files:
                         holders.setdefault(name, []).append(host)
-        giver = self._hosts.index(next(h for h in holders[INDEX] if all(h in holders[n] for n in (TRAINER, RUN))))
+        sender = self._hosts.index(next(h for h in holders[INDEX] if all(h in holders[n] for n in (TRAINER, RUN))))
         folder = self.folder / chosen.name
         box: list[Any] = [None]
-        if self._rank == giver:
+        if self._rank == sender:
             box = [{name: (folder / name).read_bytes() for name in SMALL}]
-        dist.broadcast_object_list(box, group=self._group, group_src=giver)
+        dist.broadcast_object_list(box, group=self._group, group_src=sender)
         if self._leads:
             for name, content in box[0].items():
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -157,30 +160,38 @@ class MemoryCheckpoints:
         dist.barrier(group=self._group)
         files = read_manifest(folder)
         assert not isinstance(files, Damage)
-        sizes, digests = ({name: entry[part] for name, entry in files.items()} for part in (0, 1))
-        return MemoryCheckpoint(folder, chosen.step, holders, sizes, digests)  # type: ignore[arg-type]
+        sizes = {name: size for name, (size, _) in files.items()}
+        digests = {name: digest for name, (_, digest) in files.items()}
+        return MemoryCheckpoint(folder, chosen.step, holders, sizes, digests)
 
     def reader(self, copy: MemoryCheckpoint) -> SafeReader:
-        """Reads a copy's tensors, wherever they lie."""
+        """Returns a reader of a copy's tensors, wherever they are."""
         return _CopyReader(copy, self)
 
-    def fetch(self, copy: MemoryCheckpoint, wanted: set[str]) -> None:
-        """Brings what this host's ranks want to this host."""
-        transfers = fetches(self._gather(wanted), self._hosts, copy.holders, copy.sizes)
+    def fetch(self, copy: MemoryCheckpoint, needed: set[str]) -> None:
+        """Transfers the files that this host's ranks need to this host."""
+        transfers = fetches(self._gather(needed), self._hosts, copy.holders, copy.sizes)
         self._carry(copy.folder, transfers)
-        mine = [one for one in transfers if one.target == self._rank]
-        bad = [one for one in mine if digest_file(copy.folder / one.name)[1] != copy.digests[one.name]]
-        if found := [one for part in self._gather(bad) for one in part]:
-            raise RunFailed(f"{found[0].name} of a copy in memory was damaged on its way from rank {found[0].source}")
+        received = [transfer for transfer in transfers if transfer.target == self._rank]
+        damaged = [
+            transfer
+            for transfer in received
+            if digest_file(copy.folder / transfer.name)[1] != copy.digests[transfer.name]
+        ]
+        if damaged_anywhere := [transfer for part in self._gather(damaged) for transfer in part]:
+            raise RunFailed(
+                f"{damaged_anywhere[0].name} of a copy in memory was damaged on its way from "
+                f"rank {damaged_anywhere[0].source}"
+            )
 
     def began(self, step: int) -> None:
-        """The run goes on from this step: copies of later ones are of a course that was given up."""
+        """Records that the run resumes from this step: copies of later steps are invalid."""
         self._life = Life(self._life.token, (*self._life.began, step))
         if self._rank == 0:
             host_copies.write_life(self._checkpoints, self._life)
         if self._leads:
-            kept = {one.name for one in host_copies.list_copies(self.folder, self._life)}
-            self._keep(kept)
+            valid_names = {copy.name for copy in host_copies.list_copies(self.folder, self._life)}
+            self._keep(valid_names)
         self.done(step)
         self._last = step
 
@@ -188,22 +199,22 @@ class MemoryCheckpoints:
 
     @property
     def busy(self) -> bool:
-        """Whether this rank is still making the last one, or can make no more; asks nobody."""
+        """Whether this rank is still writing the last copy, or can write no more; not collective."""
         making = self._worker is not None and self._worker.is_alive()
         return making or self._off or self._failure is not None
 
     def due(self, step: int, every: Every | None, votes: Votes) -> bool:
-        """Whether so many steps or so much time have passed and no rank is busy; the same on every rank."""
+        """Whether the interval has passed and no rank is busy; the same on every rank."""
         counted = every is not None and every.steps is not None and step - (self._last or 0) >= every.steps
         return not votes.busy and (counted or votes.copy_due)
 
     def done(self, step: int) -> None:
-        """Notes, for a later start, that this step was done."""
+        """Records, for a later start, that this step was completed."""
         if self._leads:
             os.pwrite(self._reached, f"{step:020d}".encode(), 0)
 
     def save(self, step: int, tensors: dict[str, Any], trainer: dict[str, Any], run_json: str) -> None:
-        """Copies the state aside and returns; the rest is done in the background. Only when no rank is busy.
+        """Stages the state and returns; the rest is done in the background. Only when no rank is busy.
 
         On a GPU the copy is still under way then: see `settle`.
         """
@@ -225,16 +236,18 @@ class MemoryCheckpoints:
         self._worker.start()
 
     def settle(self) -> None:
-        """To be called before anything that was copied is changed: see CheckpointStore; asks nobody."""
+        """Call before anything that was staged is changed: see CheckpointStore. Not collective."""
         self._writer.settle()
 
     def _finish(self, partial: Path, pending: Pending, written: list[Digests] | None, small: dict[str, bytes]) -> None:
         try:
             if self._leads:  # the newest stays, whole on all hosts; with the one now made they are two
-                kept = host_copies.list_copies(self.folder, self._life)[1 - GENERATIONS :]
-                self._keep({partial.name, *(one.name for one in kept)})
+                kept_copies = host_copies.list_copies(self.folder, self._life)[1 - GENERATIONS :]
+                self._keep({partial.name, *(copy.name for copy in kept_copies)})
             written = written or pending.write(partial / STATE)
-            everyone = [{f"{STATE}/{name}": entry for name, entry in part.items()} for part in written]
+            everyone: list[Digests] = []
+            for part in written:
+                everyone.append({f"{STATE}/{name}": entry for name, entry in part.items()})
             box = [small | {INDEX: (partial / INDEX).read_bytes()} if self._rank == 0 else None]
             dist.broadcast_object_list(box, group=self._group, group_src=0)
             transfers = [
@@ -257,14 +270,14 @@ class MemoryCheckpoints:
             self._failure = failure
 
     def _carry(self, folder: Path, transfers: list[FileTransfer]) -> None:
-        """Moves files; if one rank lacks the memory for what it is to receive, no rank begins."""
-        trouble = ""
+        """Moves files; if one rank lacks the memory for what it is to receive, no rank starts."""
+        problem = ""
         try:
             reserve(folder, transfers, self._rank)
         except OSError as error:
-            trouble = f"rank {self._rank} cannot keep another host's part ({error.strerror or error})"
-        if troubles := [words for words in self._gather(trouble) if words]:
-            raise RunFailed(troubles[0])
+            problem = f"rank {self._rank} cannot keep another host's part ({error.strerror or error})"
+        if problems := [reported for reported in self._gather(problem) if reported]:
+            raise RunFailed(problems[0])
         move(folder, transfers, self._group)
         dist.barrier(group=self._group)
 
@@ -273,31 +286,37 @@ class MemoryCheckpoints:
         if self._measured:
             return True
         self._measured = True
-        kept = dict.fromkeys(self._hosts, 0.0)
-        for host, mine in zip(
+        bytes_per_host = dict.fromkeys(self._hosts, 0.0)
+        for host, rank_bytes in zip(
             self._hosts, self._gather(sum(_bytes(v, self._size) for v in tensors.values())), strict=True
         ):
-            kept[host] += mine
-        guests = {self._hosts[target]: self._hosts[source] for source, target in self._next.items()}
-        needed = int(GENERATIONS * (kept[self._host] + (kept[guests[self._host]] if guests else 0.0)))
-        free = psutil.virtual_memory().available - SPARE - kept[self._host]  # to copy it aside
+            bytes_per_host[host] += rank_bytes
+        stored_peer = {self._hosts[target]: self._hosts[source] for source, target in self._next.items()}
+        needed = int(
+            GENERATIONS
+            * (bytes_per_host[self._host] + (bytes_per_host[stored_peer[self._host]] if stored_peer else 0.0))
+        )
+        free = psutil.virtual_memory().available - SPARE - bytes_per_host[self._host]  # to copy it aside
         room = int(min(shutil.disk_usage(self.folder).free, free))
-        lacking = [told for told in self._gather((needed, room, self._host) if needed > room else None) if told]
-        if lacking:
-            needed, room, host = lacking[0]
+        short_of_memory = [
+            report for report in self._gather((needed, room, self._host) if needed > room else None) if report
+        ]
+        if short_of_memory:
+            needed, room, host = short_of_memory[0]
             self._stop(
                 f"no copies in memory: {host.split()[0]} would need {_human(needed)} in "
                 f"{host_copies.root().parent}, and {_human(max(0, room))} can be had (checkpoint.memory; a "
                 "container's own limit is --shm-size)"
             )
             return False
-        where = f", with those of {guests[self._host].split()[0]}" if guests else ""
+        where = f", with those of {stored_peer[self._host].split()[0]}" if stored_peer else ""
         self._notes.append(f"copies in memory: up to {_human(needed)} on this host{where}")
         return True
 
-    def _stop(self, why: str) -> None:
-        self._off, self._failure = True, None
-        self._notes.append(why)
+    def _stop(self, reason: str) -> None:
+        self._off = True
+        self._failure = None
+        self._notes.append(reason)
         if self._leads:
             for left_over in self.folder.glob(".step-*"):
                 shutil.rmtree(left_over, ignore_errors=True)
@@ -308,20 +327,21 @@ class MemoryCheckpoints:
                 shutil.rmtree(path, ignore_errors=True)
 
     def notes(self) -> list[str]:
-        """What is to be told, once; this rank's."""
+        """Returns this rank's notes, each once."""
         if self._failure is not None:
             self._stop(f"no more copies in memory: {failure_words(self._failure)}")
-        notes, self._notes = [*self._notes, *self._writer.notes()], []
+        notes = [*self._notes, *self._writer.notes()]
+        self._notes = []
         return notes
 
     def close(self) -> None:
-        """Waits for the last one and frees the memory: the run is over, or was saved to disk."""
+        """Waits for the last copy and frees the memory: the run is over, or was saved to disk."""
         if self._worker is not None:
             self._worker.join()
         self.drop()
 
     def drop(self) -> None:
-        """Frees this host's memory at once; asks nobody."""
+        """Frees this host's memory at once; not collective."""
         with contextlib.suppress(OSError):
             os.close(self._held)
             os.close(self._reached)
@@ -329,18 +349,18 @@ class MemoryCheckpoints:
         if self._leads:
             host_copies.remove(self.folder)
 
-    def told(self, step: int) -> str:
-        """How far back a start at this step is, where that is known."""
+    def lost_note(self, step: int) -> str:
+        """Returns how many steps are lost by starting at this step, if that is known."""
         lost = self.lost_from - step
         steps = f"{lost} step{'s' * (lost != 1)} lost" if lost >= 0 else ""
         disk = newest_step(self._checkpoints)
         on_disk = f"the newest on disk is of step {disk}" if 0 <= disk < step else ""
-        said = "; ".join(part for part in (steps, on_disk) if part)
-        return f" ({said})" if said else ""
+        details = "; ".join(part for part in (steps, on_disk) if part)
+        return f" ({details})" if details else ""
 
 
 class NoMemoryCheckpoints:
-    """Of a run that makes none."""
+    """In-memory checkpoints of a run that makes none."""
 
     busy = False
 
@@ -350,7 +370,7 @@ class NoMemoryCheckpoints:
     def reader(self, copy: MemoryCheckpoint) -> SafeReader:
         raise AssertionError("there is none to read")
 
-    def told(self, step: int) -> str:
+    def lost_note(self, step: int) -> str:
         return ""
 
     def began(self, step: int) -> None: ...
@@ -377,49 +397,51 @@ class _CopyReader(SafeReader):
 
     def __init__(self, copy: MemoryCheckpoint, copies: MemoryCheckpoints) -> None:
         super().__init__(copy.folder / STATE)
-        self._copy, self._copies = copy, copies
+        self._copy = copy
+        self._copies = copies
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Any:
-        """Fetches and reads; every rank is asked once, whatever it needs."""
-        wanted = {f"{STATE}/{self.storage_data[item.storage_index].relative_path}" for item in plan.items}
-        self._copies.fetch(self._copy, wanted)
+        """Fetches and reads; every rank takes part once, whatever it needs."""
+        needed = {f"{STATE}/{self.storage_data[item.storage_index].relative_path}" for item in plan.items}
+        self._copies.fetch(self._copy, needed)
         return super().read_data(plan, planner)
 
 
 def _newest(held: dict[str, list[FoundCopy]], beyond: int) -> FoundCopy | None:
     """The newest copy of which every file is on some host."""
     parts: dict[tuple[int, int, str], list[FoundCopy]] = {}
-    for found in held.values():
-        for one in found:
-            if one.step > beyond:
-                parts.setdefault((one.step, one.start, one.seal), []).append(one)
+    for copies_found in held.values():
+        for copy in copies_found:
+            if copy.step > beyond:
+                parts.setdefault((copy.step, copy.start, copy.seal), []).append(copy)
     for _, group in sorted(parts.items(), reverse=True):
-        together: frozenset[str] = frozenset().union(*(one.files for one in group))
-        gives = any({INDEX, TRAINER, RUN} <= one.files for one in group)
-        if together == group[0].all_files and gives:
+        available: frozenset[str] = frozenset().union(*(copy.files for copy in group))
+        has_small_files = any({INDEX, TRAINER, RUN} <= copy.files for copy in group)
+        if available == group[0].all_files and has_small_files:
             return group[0]
     return None
 
 
 def _without(held: dict[str, list[FoundCopy]], name: str, bad: set[tuple[str, str]]) -> dict[str, list[FoundCopy]]:
     """What is held, less files that proved damaged."""
-    return {
-        host: [
-            replace(one, files=one.files - {file for at, file in bad if at == host}) if one.name == name else one
-            for one in found
-        ]
-        for host, found in held.items()
-    }
+    remaining: dict[str, list[FoundCopy]] = {}
+    for host, copies_found in held.items():
+        damaged = {file for file_host, file in bad if file_host == host}
+        remaining[host] = []
+        for copy in copies_found:
+            remaining[host].append(replace(copy, files=copy.files - damaged) if copy.name == name else copy)
+    return remaining
 
 
 def _bytes(value: Any, ranks: int) -> float:
-    """Of a tensor: a rank's share of what is written, as replicas are written once."""
+    """Bytes of a tensor that this rank writes, as replicas are written once."""
     tensor = getattr(value, "outline", value)
     if not isinstance(tensor, torch.Tensor):
         return 0.0
     if not isinstance(tensor, DTensor):
         return tensor.numel() * tensor.element_size() / ranks
-    local, mesh = local_tensor(tensor), tensor.device_mesh
+    local = local_tensor(tensor)
+    mesh = tensor.device_mesh
     size = local.numel() * local.element_size()
     return size / math.prod(mesh.size(i) for i, p in enumerate(tensor.placements) if p.is_replicate())
 
@@ -429,7 +451,7 @@ def _human(size: float) -> str:
 
 
 def _boot() -> str:
-    """Tells machines apart that have one name."""
+    """Distinguishes machines that have the same name."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

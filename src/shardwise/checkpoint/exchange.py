@@ -1,6 +1,6 @@
-"""Files that go from rank to rank, piece by piece, through a process group: no port is opened for it.
+"""Sends files from rank to rank, in pieces, through a process group: no port is opened for it.
 
-Whoever may take part in the run's own collectives may take part in this, and nobody else.
+Only members of the run's own process group can take part.
 """
 
 from __future__ import annotations
@@ -28,32 +28,34 @@ class FileTransfer:
 
 
 def ring(hosts: Sequence[str]) -> dict[int, int]:
-    """For each rank, by its host: the rank of the next host that keeps its copy; empty where there is one host."""
+    """Returns for each rank the rank of the next host that stores its copy; empty if there is one host."""
     members = _members(hosts)
     if len(members) == 1:
         return {}
     order = list(members)
     following = dict(zip(order, order[1:] + order[:1], strict=True))
     return {
-        rank: members[following[host]][place % len(members[following[host]])]
+        rank: members[following[host]][index % len(members[following[host]])]
         for host, ranks in members.items()
-        for place, rank in enumerate(ranks)
+        for index, rank in enumerate(ranks)
     }
 
 
 def fetches(
-    wanted: Sequence[Iterable[str]], hosts: Sequence[str], holders: dict[str, list[str]], sizes: dict[str, int]
+    needed: Sequence[Iterable[str]], hosts: Sequence[str], holders: dict[str, list[str]], sizes: dict[str, int]
 ) -> list[FileTransfer]:
-    """What must be moved for every host to have the files that its ranks want; the work is spread over ranks."""
+    """Returns the transfers that give every host the files its ranks need; the work is spread over ranks."""
     members = _members(hosts)
-    found: list[FileTransfer] = []
+    transfers: list[FileTransfer] = []
     for host, ranks in members.items():
-        missing = {name for rank in ranks for name in wanted[rank] if host not in holders[name]}
+        missing = {name for rank in ranks for name in needed[rank] if host not in holders[name]}
         for name in sorted(missing):
-            sources = members[holders[name][len(found) % len(holders[name])]]
-            number = len(found)
-            found.append(FileTransfer(sources[number % len(sources)], ranks[number % len(ranks)], name, sizes[name]))
-    return found
+            sources = members[holders[name][len(transfers) % len(holders[name])]]
+            number = len(transfers)
+            transfers.append(
+                FileTransfer(sources[number % len(sources)], ranks[number % len(ranks)], name, sizes[name])
+            )
+    return transfers
 
 
 def _members(hosts: Sequence[str]) -> dict[str, list[int]]:
@@ -65,35 +67,40 @@ def _members(hosts: Sequence[str]) -> dict[str, list[int]]:
 
 
 def reserve(folder: Path, transfers: Iterable[FileTransfer], rank: int) -> None:
-    """Takes the memory for what this rank is to receive: a lack of it is an error here, and a crash when written to."""
-    for one in transfers:
-        if one.target == rank:
-            file = folder / one.name
+    """Allocates space for what this rank is to receive: a lack of it is an error here, but a crash on write."""
+    for transfer in transfers:
+        if transfer.target == rank:
+            file = folder / transfer.name
             file.parent.mkdir(parents=True, exist_ok=True)
             handle = os.open(file, os.O_CREAT | os.O_RDWR, 0o600)
             try:
-                if one.size:
-                    os.posix_fallocate(handle, 0, one.size)
+                if transfer.size:
+                    os.posix_fallocate(handle, 0, transfer.size)
             finally:
                 os.close(handle)
 
 
 def move(folder: Path, transfers: Sequence[FileTransfer], group: dist.ProcessGroup) -> None:
-    """Carries files out; every rank of the group calls it with the same list, after `reserve`."""
+    """Transfers the files; every rank of the group calls it with the same list, after `reserve`."""
     rank = dist.get_rank(group)
-    mine = [(tag, one) for tag, one in enumerate(transfers) if rank in (one.source, one.target) and one.size]
+    own = [
+        (tag, transfer)
+        for tag, transfer in enumerate(transfers)
+        if rank in (transfer.source, transfer.target) and transfer.size
+    ]
     mapped = {
-        tag: torch.from_file(str(folder / one.name), shared=True, size=one.size, dtype=torch.uint8) for tag, one in mine
+        tag: torch.from_file(str(folder / transfer.name), shared=True, size=transfer.size, dtype=torch.uint8)
+        for tag, transfer in own
     }
     # Both ends of a transfer are at its k-th piece in their k-th round, so no rank waits for one that waits for it.
-    for begin in range(0, max((one.size for _, one in mine), default=0), PIECE):
+    for start in range(0, max((transfer.size for _, transfer in own), default=0), PIECE):
         under_way: list[Any] = []
-        for tag, one in mine:
-            if begin < one.size:
-                piece = mapped[tag][begin : begin + PIECE]
-                if rank == one.source:
-                    under_way.append(dist.isend(piece, group=group, group_dst=one.target, tag=tag))
+        for tag, transfer in own:
+            if start < transfer.size:
+                piece = mapped[tag][start : start + PIECE]
+                if rank == transfer.source:
+                    under_way.append(dist.isend(piece, group=group, group_dst=transfer.target, tag=tag))
                 else:
-                    under_way.append(dist.irecv(piece, group=group, group_src=one.source, tag=tag))
+                    under_way.append(dist.irecv(piece, group=group, group_src=transfer.source, tag=tag))
         for work in under_way:
             work.wait()

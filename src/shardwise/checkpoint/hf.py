@@ -1,4 +1,4 @@
-"""From a checkpoint to a standard Hugging Face folder, tensor group by tensor group in bounded memory."""
+"""From a checkpoint to a Hugging Face folder, tensor group by tensor group in bounded memory."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 def find_checkpoint(path: Path) -> Path:
-    """A checkpoint folder from what users give: the folder itself, a run's output folder, or its checkpoints folder."""
+    """Returns a checkpoint folder from the folder itself, a run's output folder, or its checkpoints folder."""
     if (path / STATE).is_dir():
         return path
     for root in (path / "checkpoints", path):
-        if found := list_checkpoints(root):
-            return found[-1]
+        if checkpoints := list_checkpoints(root):
+            return checkpoints[-1]
     remedy = "give a run's output folder or one of its checkpoints/step-… folders"
     if not path.exists():
         raise UserError("checkpoint", str(path), "there is no such folder", remedy)
@@ -63,46 +63,52 @@ def find_checkpoint(path: Path) -> Path:
     raise UserError("checkpoint", str(path), "holds no checkpoint", remedy)
 
 
+@dataclass(frozen=True)
+class ExportOptions:
+    """How a checkpoint is exported."""
+
+    dtype: str = "auto"
+    shard_size: int = 4 << 30  # bytes of a file of tensors
+    overwrite: bool = False
+    verified: bool = False  # the checkpoint was verified already
+    changed_tokenizer: bool = False  # allow a tokenizer that gives other tokens than the model was trained on
+    merged: bool = False  # of an adapter run, the full model instead of PEFT's folder
+    allow_missing: bool = False  # drop tensors of the source that were not trained, if the source is gone
+    plain: bool = False  # under the model's own tensor names, and no others
+    trust: bool = False  # the model's own code may be run
+
+
 def export_checkpoint(
     checkpoint: Path,
     target: Path,
-    dtype: str = "auto",
-    shard_size: int = 4 << 30,
-    overwrite: bool = False,
+    options: ExportOptions | None = None,
     say: Callable[[str], None] = lambda _: None,
-    verified: bool = False,
-    changed_tokenizer: bool = False,
-    merged: bool = False,
-    finish: Callable[[Path], None] = lambda _: None,
-    allow_missing: bool = False,
-    plain: bool = False,
-    trust: bool = False,
     note: Callable[[str], None] = lambda _: None,
+    finish: Callable[[Path], None] = lambda _: None,
 ) -> Path:
-    """Writes a folder that `transformers` loads; the folder appears whole or not at all.
+    """Writes a folder that `transformers` loads; the folder appears complete or not at all.
 
-    Of an adapter run it is PEFT's folder of the adapter, or with `merged` the whole model. `finish` may add to the
-    folder, or raise to have none, before it appears. Unless `changed_tokenizer`, the checkpoint's tokenizer must still
-    give the tokens that the model was trained on. `allow_missing`: without tensors of the source that training did not
-    touch, where the source is gone. `plain`: under the names that the model's code has for its tensors, and no others.
+    For an adapter run it is PEFT's folder of the adapter, unless `merged`. `finish` may add to the folder, or raise to
+    have none, before it appears.
     """
+    options = options or ExportOptions()
     target = Path(os.path.abspath(target.expanduser()))  # "." has a name too
-    _check_target(target, checkpoint, overwrite)
-    if merged and not holds_adapter(checkpoint):
+    _check_target(target, checkpoint, options.overwrite)
+    if options.merged and not holds_adapter(checkpoint):
         raise UserError("--merged", True, "this run trained no adapter", "leave it out: the folder is a whole model")
-    if not verified:
+    if not options.verified:
         check_whole(checkpoint)
-        if not changed_tokenizer:
-            _check_tokenizer(checkpoint, trust)
-    _check_code(checkpoint, trust)
+        if not options.changed_tokenizer:
+            _check_tokenizer(checkpoint, options.trust)
+    _check_code(checkpoint, options.trust)
     unfinished = target.with_name(f".{target.name}.partial")
     try:
         shutil.rmtree(unfinished, ignore_errors=True)
-        if holds_adapter(checkpoint) and not merged:
-            write_adapter(checkpoint, unfinished, None if dtype == "auto" else DTYPES[dtype])
+        if holds_adapter(checkpoint) and not options.merged:
+            write_adapter(checkpoint, unfinished, None if options.dtype == "auto" else DTYPES[options.dtype])
         else:
-            entries = _entries(checkpoint, dtype, plain, allow_missing, note)
-            _write_folder(checkpoint, unfinished, entries, shard_size, dtype, say)
+            entries = _entries(checkpoint, options.dtype, options.plain, options.allow_missing, note)
+            _write_folder(checkpoint, unfinished, entries, options.shard_size, options.dtype, say)
         finish(unfinished)
         _replace(target, unfinished)
     except (OSError, SafetensorError) as error:
@@ -114,7 +120,7 @@ def export_checkpoint(
 
 
 def _check_tokenizer(checkpoint: Path, trust: bool) -> None:
-    """Its files are whole, but another version of transformers may read them otherwise."""
+    """Its files are intact, but another version of transformers may read them differently."""
     from transformers import AutoTokenizer
 
     if not (checkpoint / MODEL / FILE).is_file():
@@ -130,27 +136,27 @@ def _check_tokenizer(checkpoint: Path, trust: bool) -> None:
 
 
 def _check_code(checkpoint: Path, trust: bool) -> None:
-    """A model that brings its own code is built with it; a checkpoint does not decide by itself that it is run."""
+    """A model with code of its own is built with it; a checkpoint does not decide by itself that it is run."""
     if read_run(checkpoint).model.trust_remote_code and not trust:
         problem = "its model brings code of its own, which an export has to run"
         raise UserError("checkpoint", str(checkpoint), problem, "pass --trust-remote-code if you trust it")
 
 
 def _check_target(target: Path, checkpoint: Path, overwrite: bool) -> None:
-    """Refuses to write over anything without leave, and with it, over anything that is not a model's folder."""
+    """Rejects overwriting anything without permission, and with it, anything that is not a model's folder."""
     if not target.exists() or (target.is_dir() and not any(target.iterdir())):
         return
     if not overwrite:
         raise UserError("target", str(target), "exists and is not empty", "choose another folder or pass --overwrite")
-    known = (target / "config.json").is_file() or (target / CONFIG).is_file()
-    if not known or checkpoint.resolve().is_relative_to(target.resolve()):
+    is_model = (target / "config.json").is_file() or (target / CONFIG).is_file()
+    if not is_model or checkpoint.resolve().is_relative_to(target.resolve()):
         problem = "holds something other than a model, which --overwrite would delete"
         raise UserError("target", str(target), problem, "choose another folder")
 
 
 @dataclass(frozen=True)
 class ExportedTensor:
-    """A tensor of the folder: its type there, and how to read it (in any type)."""
+    """A tensor of the folder: its dtype there, and how to read it (in any dtype)."""
 
     name: str
     shape: torch.Size
@@ -185,7 +191,7 @@ def _write_folder(checkpoint: Path, folder: Path, entries: list[ExportedTensor],
 def _entries(
     checkpoint: Path, dtype: str, plain: bool, allow_missing: bool, note: Callable[[str], None]
 ) -> list[ExportedTensor]:
-    """Every tensor of the folder: trained ones under the names of the source, then those that training left alone.
+    """Every tensor of the folder: trained ones under the names of the source, then the untrained ones.
 
     `plain`: under the model's own names, and no others.
     """
@@ -193,21 +199,25 @@ def _entries(
     if plain:
         return [ExportedTensor(name, shape, DTYPES[dtype] if kind.is_floating_point else kind, partial(read, name))
                 for name, (shape, kind) in names.items()]  # fmt: skip
-    origin = read_origin(checkpoint / MODEL) or _found_origin(checkpoint, model, note)
+    origin = read_origin(checkpoint / MODEL) or _origin_from_source(checkpoint, model, note)
     types = origin.tensors if origin is not None else {}
     linked = link(model, types or None)
-    back, default, result = _Back(linked, read), _config_dtype(checkpoint), []
-    wide = read_trainer(checkpoint).get("fp32", [])  # moved by less than a half precision holds
-    for part in sorted(linked.parts, key=lambda one: natural_order(one.writes[0])):
+    back = _SourceReader(linked, read)
+    default = _config_dtype(checkpoint)
+    result = []
+    fp32_patterns = read_trainer(checkpoint).get("fp32", [])  # moved by less than a half precision holds
+    for part in sorted(linked.parts, key=lambda entry: natural_order(entry.writes[0])):
         if not all(name in names for name in part.reads):
             continue  # a buffer that neither the checkpoint nor the base has
         empty = {name: torch.empty(names[name][0], dtype=names[name][1], device="meta") for name in part.reads}
         for name, tensor in linked.back(part, empty).items():
             kind = _kind(tensor.dtype, types.get(name), default, DTYPES.get(dtype))
-            kind = torch.float32 if all(pattern_of(one) in wide for one in part.reads) else kind
+            kind = torch.float32 if all(pattern_of(read) in fp32_patterns for read in part.reads) else kind
             result.append(ExportedTensor(name, tensor.shape, kind, partial(back, part, name)))
-    if left := names.keys() - {name for part in linked.parts for name in part.reads}:
-        raise RunFailed(f"{checkpoint}: {counted(sorted(left), 'trained tensor')} have no place in the exported model")
+    if unplaced := names.keys() - {name for part in linked.parts for name in part.reads}:
+        raise RunFailed(
+            f"{checkpoint}: {counted(sorted(unplaced), 'trained tensor')} have no place in the exported model"
+        )
     if linked.lost:
         raise RunFailed(f"{checkpoint}: {counted(sorted(linked.lost), 'tensor')} of the source would not come back")
     for line in origin.notes() if origin is not None else ():
@@ -215,8 +225,8 @@ def _entries(
     return result + _untouched(origin, checkpoint, allow_missing, note)
 
 
-def _found_origin(checkpoint: Path, model: Any, note: Callable[[str], None]) -> Origin | None:
-    """Of a checkpoint without a record, written by an earlier version: what its source has, where it is still there."""
+def _origin_from_source(checkpoint: Path, model: Any, note: Callable[[str], None]) -> Origin | None:
+    """For a checkpoint without a record, written by an earlier version: what its source has, if it still exists."""
     run = read_run(checkpoint)
     if run.model.name is None or is_gguf(run.model.name):
         return None
@@ -237,22 +247,26 @@ def _untouched(
     if origin is None or not origin.untouched:
         return []
     try:
-        found = find_untouched(origin, read_run(checkpoint))
+        tensors = find_untouched(origin, read_run(checkpoint))
     except UserError:
         if not allow_missing:
             raise
-        what = counted(list(origin.untouched), "tensor")
-        note(f"left out: {what} of the source, since {origin.folder} is gone or changed")
+        missing = counted(list(origin.untouched), "tensor")
+        note(f"left out: {missing} of the source, since {origin.folder} is gone or changed")
         return []
-    note(f"{counted(list(found), 'tensor')} of the source that training did not touch: copied as they are")
-    return [ExportedTensor(name, one.shape, one.dtype, partial(read_stored, name, one)) for name, one in found.items()]
+    note(f"{counted(list(tensors), 'tensor')} of the source that training did not touch: copied as they are")
+    return [
+        ExportedTensor(name, stored.shape, stored.dtype, partial(read_stored, name, stored))
+        for name, stored in tensors.items()
+    ]
 
 
-class _Back:
+class _SourceReader:
     """Reads trained tensors under the names of files, converting what belongs together once."""
 
     def __init__(self, linked: TensorNames, read: Callable[[str], torch.Tensor]) -> None:
-        self._linked, self._read = linked, read
+        self._linked = linked
+        self._read = read
         self._held: tuple[TensorPart | None, dict[str, torch.Tensor]] = (None, {})
 
     def __call__(self, part: TensorPart, name: str) -> torch.Tensor:
@@ -260,7 +274,10 @@ class _Back:
             return self._read(part.reads[0])
         if self._held[0] is not part:
             self._held = (None, {})  # the one before is given up first
-            self._held = (part, self._linked.back(part, {one: self._read(one) for one in part.reads}))
+            self._held = (
+                part,
+                self._linked.back(part, {source_name: self._read(source_name) for source_name in part.reads}),
+            )
         return self._held[1].pop(name).clone()  # else a piece would keep all of what it was cut from
 
 
@@ -286,7 +303,7 @@ def _trained(
 
 
 def _replace(target: Path, new: Path) -> None:
-    """Puts the new folder in the target's place; the old one goes only when the new one stands."""
+    """Puts the new folder in the target's place; the old one is removed only when the new one is there."""
     old = target.with_name(f".{target.name}.old")
     shutil.rmtree(old, ignore_errors=True)
     if target.exists():
@@ -302,7 +319,8 @@ def _groups(entries: Sequence[ExportedTensor], limit: int) -> Iterator[list[Expo
     for entry in entries:
         if group and size + entry.size > limit:
             yield group
-            group, size = [], 0
+            group = []
+            size = 0
         group.append(entry)
         size += entry.size
     if group:
@@ -320,9 +338,10 @@ def _write_group(group: list[ExportedTensor], file: Path) -> None:
 def _kind(
     saved: torch.dtype, source: torch.dtype | None, default: torch.dtype, explicit: torch.dtype | None
 ) -> torch.dtype:
-    """The type of a tensor in the folder: as its source has it, or as asked for.
+    """The dtype of a tensor in the folder: as its source has it, or as requested.
 
-    What the source keeps in a wider type than the rest (the biases of routers, decays) stays so: it was not by chance.
+    What the source stores in a wider dtype than the rest (the biases of routers, decays) stays so: it was not by
+    chance.
     """
     if not saved.is_floating_point:
         return saved
@@ -340,14 +359,15 @@ def _config_dtype(checkpoint: Path) -> torch.dtype:
 
 
 def _stamp_dtype(file: Path, entries: Sequence[ExportedTensor], explicit: str) -> None:
-    """Says in the config which type the weights have, where it does not: under the key that it uses."""
+    """Sets the weights' dtype in the config if it differs, under the key that it uses."""
     sizes: Counter[torch.dtype] = Counter()
     for entry in entries:
         sizes[entry.dtype] += entry.size * entry.dtype.is_floating_point
     config = json.loads(file.read_text())
     key = "torch_dtype" if "torch_dtype" in config and "dtype" not in config else "dtype"
     kind = DTYPES.get(explicit) or (sizes.most_common(1)[0][0] if sizes else torch.float32)
-    old, new = config.get(key), str(kind).removeprefix("torch.")
+    old = config.get(key)
+    new = str(kind).removeprefix("torch.")
     if old == new:
         return
     for part in [config, *(value for value in config.values() if isinstance(value, dict))]:

@@ -1,15 +1,15 @@
-"""Where copies of a run's state lie in a host's memory, so that they outlive its ranks; torch is not loaded for this.
+"""Copies of a run's state in host memory, which outlive its ranks; does not import torch.
 
-  /dev/shm/shardwise-UID/       for this user alone
+  /dev/shm/shardwise-UID/       for this user only
     TOKEN/                      of a run: its output folder holds the token (checkpoints/.memory)
       HOST/                     of a host's agent: those of several on one machine do not mix
         held                    locked by the ranks while they live
-        reached                 the last step that was done
+        reached                 the last completed step
         step-00000012.3/        a copy of step 12, made by the run's third start: as a checkpoint on disk, but with some
                                 files only (this host's and a peer's); its manifest names all
 
-A start that went back to step 9 makes copies of later steps by earlier starts worthless, wherever they turn up again:
-so the token's file also tells from which step each start began.
+A start that went back to step 9 invalidates copies of later steps by earlier starts, wherever they turn up again: so
+the token's file also records from which step each start began.
 """
 
 from __future__ import annotations
@@ -42,22 +42,22 @@ _COPY = re.compile(r"step-(\d{8,})\.(\d+)")
 
 
 def root() -> Path:
-    """This user's folder in memory."""
+    """Returns this user's folder in shared memory."""
     return Path(os.environ.get(ROOT_VARIABLE) or "/dev/shm") / f"shardwise-{os.getuid()}"
 
 
-def host_name(given: str | None = None) -> str:
-    """What this host is called among the run's: the agent's name for it, else its own."""
-    name = given or os.environ.get(HOST_VARIABLE) or socket.gethostname()
+def host_name(name_given: str | None = None) -> str:
+    """Returns this host's name within the run: the agent's name for it, else its own."""
+    name = name_given or os.environ.get(HOST_VARIABLE) or socket.gethostname()
     return re.sub(r"[^\w-]", "_", name) or "host"
 
 
 def make_private(folder: Path) -> None:
-    """Makes a folder that is this user's alone; refuses one that is somebody else's, as anybody may write above it."""
+    """Creates a folder that only this user can access; rejects one that belongs to somebody else."""
     with contextlib.suppress(FileExistsError):
         folder.mkdir(mode=0o700)
-    found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
         raise UserError("checkpoint.memory", str(folder), "is not a folder of yours alone", "have it removed")
 
 
@@ -69,12 +69,12 @@ class Life:
     began: tuple[int, ...] = ()
 
     def counts(self, step: int, start: int) -> bool:
-        """Whether a copy of this step by this start (the first is 1) is part of what later starts went on from."""
+        """Whether a copy of this step by this start (the first is 1) is part of what later starts resumed from."""
         return 0 < start <= len(self.began) and all(step <= other for other in self.began[start:])
 
 
 def read_life(checkpoints: Path) -> Life | None:
-    """What a run's folder of checkpoints says of its copies in memory."""
+    """Returns what a run's checkpoint folder records about its copies in memory; None if there is no record."""
     try:
         values = json.loads((checkpoints / FILE).read_text())
         life = Life(str(values["token"]), tuple(int(step) for step in values["began"]))
@@ -84,12 +84,12 @@ def read_life(checkpoints: Path) -> Life | None:
 
 
 def new_life() -> Life:
-    """Of a run that has no copies."""
+    """Returns the record of a run without copies."""
     return Life(secrets.token_hex(8))
 
 
 def write_life(checkpoints: Path, life: Life) -> None:
-    """For this run's later starts."""
+    """Saves the record for later starts of this run."""
     temporary = checkpoints / f"{FILE}.new"
     temporary.write_text(json.dumps({"token": life.token, "began": life.began}))
     temporary.replace(checkpoints / FILE)
@@ -97,7 +97,7 @@ def write_life(checkpoints: Path, life: Life) -> None:
 
 @dataclass(frozen=True)
 class FoundCopy:
-    """A copy on this host: its step and start, a mark that all hosts' parts of it share, the files that are here."""
+    """A copy on this host: its step and start, a seal shared by all hosts' parts of it, and the files present."""
 
     name: str
     step: int
@@ -108,37 +108,39 @@ class FoundCopy:
 
     @property
     def whole(self) -> bool:
+        """Whether all of its files are on this host."""
         return self.files == self.all_files
 
 
 def copy_name(step: int, start: int) -> str:
-    """The folder of a copy."""
+    """Returns the folder name of a copy."""
     return f"step-{step:08d}.{start}"
 
 
 def list_copies(folder: Path, life: Life) -> list[FoundCopy]:
-    """Copies of a run on this host that still count, oldest first; sizes are looked at, contents are not."""
-    found = []
+    """Returns the valid copies of a run on this host, oldest first; sizes are checked, contents are not."""
+    copies = []
     for path in folder.glob("step-*") if folder.is_dir() else ():
         name = _COPY.fullmatch(path.name)
         files = read_manifest(path) if name else None
         if name is None or files is None or isinstance(files, Damage):
             continue
-        step, start = int(name[1]), int(name[2])
+        step = int(name[1])
+        start = int(name[2])
         if life.counts(step, start):
-            here = frozenset(n for n, (size, _) in files.items() if _size(path / n) == size)
+            present = frozenset(n for n, (size, _) in files.items() if _size(path / n) == size)
             seal = (path / MANIFEST).read_text().partition("\n")[0]
-            found.append(FoundCopy(path.name, step, start, seal, here, frozenset(files)))
-    return sorted(found, key=lambda one: (one.step, one.start))
+            copies.append(FoundCopy(path.name, step, start, seal, present, frozenset(files)))
+    return sorted(copies, key=lambda copy: (copy.step, copy.start))
 
 
-def newest_copy(output: Path, host: str | None = None, whole: bool = True) -> int:
-    """The step of the newest copy on this host, by default of those that lie here as a whole; else -1."""
+def newest_copy(output: Path, host: str | None = None, complete_only: bool = True) -> int:
+    """Returns the step of the newest copy on this host, by default of complete ones only; -1 if there is none."""
     life = read_life(output / "checkpoints")
     if life is None:
         return -1
-    found = list_copies(root() / life.token / host_name(host), life)
-    return max((one.step for one in found if one.whole or not whole), default=-1)
+    copies = list_copies(root() / life.token / host_name(host), life)
+    return max((copy.step for copy in copies if copy.whole or not complete_only), default=-1)
 
 
 def forget_copies(output: Path, host: str | None = None) -> None:
@@ -148,11 +150,11 @@ def forget_copies(output: Path, host: str | None = None) -> None:
 
 
 @contextlib.contextmanager
-def freed(output: Path, kept_after: type[BaseException]) -> Iterator[None]:
-    """Around a run on this host: its copies stay in memory only where the same command would go on from them."""
+def freed(output: Path, resumable: type[BaseException]) -> Iterator[None]:
+    """Frees this host's copies after a run, unless the same command would resume from them."""
     try:
         yield
-    except kept_after:
+    except resumable:
         raise
     except BaseException:
         forget_copies(output)
@@ -161,18 +163,18 @@ def freed(output: Path, kept_after: type[BaseException]) -> Iterator[None]:
 
 
 def remove(folder: Path) -> None:
-    """Removes a host's folder, and those above it that are empty then."""
+    """Removes a host's folder, and those above it if they are then empty."""
     shutil.rmtree(folder, ignore_errors=True)
     with contextlib.suppress(OSError):
         folder.parent.rmdir()
         folder.parent.parent.rmdir()
 
 
-def sweep(keep: Sequence[str] = (), older: float = STALE) -> list[Path]:
-    """Removes copies of runs that have died: which no process holds and nothing was written to for an hour."""
+def sweep(kept_tokens: Sequence[str] = (), older: float = STALE) -> list[Path]:
+    """Removes copies of dead runs: not held by a process and not written to for an hour."""
     removed = []
     for folder in root().glob("*/*") if root().is_dir() else ():
-        if folder.parent.name in keep or not folder.is_dir():
+        if folder.parent.name in kept_tokens or not folder.is_dir():
             continue
         with contextlib.suppress(OSError):
             last = max(path.lstat().st_mtime for path in (folder, *folder.iterdir()))
@@ -183,7 +185,7 @@ def sweep(keep: Sequence[str] = (), older: float = STALE) -> list[Path]:
 
 
 def hold(folder: Path) -> int:
-    """Marks a host's folder as in use for as long as this process lives; the handle."""
+    """Marks a host's folder as in use while this process lives; returns the handle."""
     handle = os.open(folder / HELD, os.O_CREAT | os.O_RDWR, 0o600)
     fcntl.flock(handle, fcntl.LOCK_SH)
     return handle
@@ -201,7 +203,7 @@ def _held(file: Path) -> bool:
 
 
 def read_reached(folder: Path) -> int:
-    """The last step that ranks of this host had done; -1 where they tell nothing."""
+    """Returns the last step that ranks of this host completed; -1 if unknown."""
     try:
         return int((folder / REACHED).read_text())
     except (OSError, ValueError):

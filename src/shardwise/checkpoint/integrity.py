@@ -1,4 +1,4 @@
-"""Hashes of every file of a checkpoint, and the check that nothing is loaded that was not written.
+"""Hashes of every file of a checkpoint, and verification before anything is loaded.
 
 PyTorch's distributed checkpoint has no integrity check of its own: flipped bytes load in silence. The manifest names
 every file with size and SHA-256 and carries a digest of itself; it is the last file written, so a folder without one is
@@ -18,7 +18,7 @@ MANIFEST = "manifest.json"
 
 @dataclass(frozen=True)
 class Damage:
-    """A file that is not what was written."""
+    """A file that is not as it was written."""
 
     file: Path
     reason: str
@@ -28,7 +28,7 @@ class Damage:
 
 
 def digest_file(file: Path) -> tuple[int, str]:
-    """Size and SHA-256 of a file, flushed to disk first."""
+    """Returns size and SHA-256 of a file, flushed to disk first."""
     with file.open("rb") as f:
         os.fsync(f.fileno())
         return os.fstat(f.fileno()).st_size, hashlib.file_digest(f, "sha256").hexdigest()
@@ -59,7 +59,7 @@ def _encode(files: dict[str, list[int | str]]) -> bytes:
 
 
 def read_manifest(folder: Path) -> dict[str, tuple[int, str]] | Damage:
-    """The files a checkpoint must have, or what is wrong with its manifest."""
+    """Returns the files that a checkpoint must have, or what is wrong with its manifest."""
     path = folder / MANIFEST
     if not path.is_file():
         return Damage(path, "is missing, so the checkpoint was never completed")
@@ -78,17 +78,17 @@ def read_manifest(folder: Path) -> dict[str, tuple[int, str]] | Damage:
 
 
 def verify(folder: Path, share: int = 0, shares: int = 1) -> list[Damage]:
-    """Damage found in this share of the files (ranks divide the work); an empty list means whole."""
+    """Returns the damage in this share of the files (ranks divide the work); empty if they are intact."""
     files = read_manifest(folder)
     if isinstance(files, Damage):
         return [files]
-    found = []
+    damages = []
     for name, (size, digest) in list(files.items())[share::shares]:
         file = folder / name
         if not file.is_file():
-            found.append(Damage(file, "is missing"))
+            damages.append(Damage(file, "is missing"))
         elif (actual := file.stat().st_size) != size:
-            found.append(Damage(file, f"has {actual:,} bytes instead of {size:,}"))
+            damages.append(Damage(file, f"has {actual:,} bytes instead of {size:,}"))
         elif digest_file(file)[1] != digest:
-            found.append(Damage(file, "is damaged: its hash does not match"))
-    return found
+            damages.append(Damage(file, "is damaged: its hash does not match"))
+    return damages

@@ -1,11 +1,11 @@
-"""Copies what is to be saved aside, so that training goes on while it is written.
+"""Copies the state to be saved to host buffers, so that training resumes while it is written.
 
 [Note: beside the next step] After the optimizer's step neither parameters nor states change until the next one. On a
 GPU the copy to the host therefore runs on a stream of its own while the next forward and backward compute; the thread
 that writes waits for it, and so does the device before it updates anything (`settle`). The training thread waits for
 nothing. What else may change before (a model's buffers, counters on the host) is copied at once.
 
-The host's memory is page-locked and kept from save to save: on a GPU locking it takes longer than the copy, on a CPU
+The host's memory is page-locked and reused from save to save: on a GPU locking it takes longer than the copy, on a CPU
 fresh pages cost five times the copying.
 """
 
@@ -22,7 +22,7 @@ from shardwise.parallel.offload.pinned_memory import host_buffers
 
 @dataclass
 class Source:
-    """A tensor in parts that follow each other along its first dimension, wherever they lie."""
+    """A tensor in parts that follow each other along its first dimension, wherever they are stored."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -31,25 +31,26 @@ class Source:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of the full tensor."""
         return self.shape.numel() * self.dtype.itemsize
 
 
 @dataclass
 class Staged:
-    """Tensors on the host that are there once `wait` has returned."""
+    """Host tensors that are valid once `wait` has returned."""
 
     tensors: list[torch.Tensor]
     copied: Any = None  # a CUDA event
 
     def wait(self) -> list[torch.Tensor]:
-        """The tensors, as they were when they were staged."""
+        """Returns the tensors, as they were when they were staged."""
         if self.copied is not None:
             self.copied.synchronize()
         return self.tensors
 
 
 class Staging:
-    """One save's worth of host memory; the next may be staged when the last is written."""
+    """Host buffers for one save; the next may be staged when the last is written."""
 
     def __init__(self) -> None:
         self._sizes: list[int] = []
@@ -58,11 +59,12 @@ class Staging:
         self._copied: Any = None
 
     def stage(self, sources: Sequence[Source], device: torch.device) -> Staged:
-        """Begins to copy; on a CPU it is done on return."""
+        """Starts to copy; on a CPU it is done on return."""
         sizes = [source.nbytes for source in sources]
         if sizes != self._sizes:
             self._buffers = []  # first: there may be no room for both
-            self._buffers, self._sizes = host_buffers(sizes, device), sizes
+            self._buffers = host_buffers(sizes, device)
+            self._sizes = sizes
         hosts = [b.view(s.dtype).view(s.shape) for b, s in zip(self._buffers, sources, strict=True)]
         if device.type != "cuda":
             for host, source in zip(hosts, sources, strict=True):
@@ -70,17 +72,19 @@ class Staging:
             return Staged(hosts)
         if self._stream is None:
             self._stream = torch.cuda.Stream(device)
-        parts = [s.parts if s.steady else [part.clone() for part in s.parts] for s in sources]
+        parts: list[Iterable[torch.Tensor]] = []
+        for source in sources:
+            parts.append(source.parts if source.steady else [part.clone() for part in source.parts])
         self._stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(self._stream):
-            for host, each in zip(hosts, parts, strict=True):
-                _fill(host, each, self._stream)
+            for host, source_parts in zip(hosts, parts, strict=True):
+                _fill(host, source_parts, self._stream)
             self._copied = torch.cuda.Event(blocking=True)  # who waits for it on the host sleeps
             self._copied.record()
         return Staged(hosts, self._copied)
 
     def settle(self) -> None:
-        """Has what the device is asked for next wait for the copy: from here on the state may change."""
+        """Makes the device's next operations wait for the copy: from here on the state may change."""
         if self._copied is not None and self._copied.query():
             self._copied = None
         if self._copied is not None:  # not forgotten: updates during backward may come on several streams
@@ -88,11 +92,11 @@ class Staging:
 
 
 def _fill(host: torch.Tensor, parts: Iterable[torch.Tensor], stream: Any = None) -> None:
-    """Copies parts one behind the other."""
-    at = 0
+    """Copies parts one after the other."""
+    row = 0
     for part in parts:
-        target = host[at : at + len(part)] if host.dim() else host
+        target = host[row : row + len(part)] if host.dim() else host
         target.copy_(part, non_blocking=stream is not None)
-        at += len(target) if host.dim() else 0
+        row += len(target) if host.dim() else 0
         if part.is_cuda:
             part.record_stream(stream)  # whoever frees it, its memory is nobody's before it is read

@@ -6,7 +6,8 @@ A checkpoint is one folder, `step-00000100`:
   trainer.json    step, data position, loss scale, best evaluation
   run.json        the resolved config
   manifest.json   size and hash of all the above (integrity.py)
-It is written under a hidden name and renamed when every rank is done, so a crash at any byte leaves the previous whole.
+It is written under a hidden name and renamed when every rank is done, so a crash at any byte leaves the previous one
+intact.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ STATE, MODEL, TRAINER, RUN = "state", "model", "trainer.json", "run.json"
 
 
 def set_aside(output: Path) -> None:
-    """Starting afresh where a run was: its checkpoints and metrics are renamed together, so that no run is a mix."""
+    """Renames the checkpoints and metrics of an earlier run in this folder together, so that no run is a mix."""
     if not list_checkpoints(output / "checkpoints"):
         return
     number = 1
@@ -58,24 +59,24 @@ def set_aside(output: Path) -> None:
 
 
 class SaveFailed(RunFailed):
-    """A checkpoint that could not be written, and the rank to blame."""
+    """A checkpoint that could not be written, and the rank that failed."""
 
     def __init__(self, failure: BaseException, rank: int) -> None:
-        self.rank, reason = _blamed(failure, rank)
+        self.rank, reason = _failed_rank(failure, rank)
         full = isinstance(reason, OSError) and reason.errno in (errno.ENOSPC, errno.EDQUOT)
         remedy = "\n  → free some space first, or lower checkpoint.keep: as it is the next start is refused" * full
         super().__init__(f"a checkpoint could not be written ({type(reason).__name__}: {reason}){remedy}")
 
 
-def _blamed(failure: BaseException, rank: int) -> tuple[int, BaseException]:
+def _failed_rank(failure: BaseException, rank: int) -> tuple[int, BaseException]:
     if isinstance(failure, CheckpointException) and failure.failures:
         rank, (failure, _) = next(iter(failure.failures.items()))
     return rank, failure
 
 
 def failure_words(failure: BaseException) -> str:
-    """What went wrong with a save, in a line."""
-    reason = _blamed(failure, 0)[1]
+    """Returns what went wrong with a save, in one line."""
+    reason = _failed_rank(failure, 0)[1]
     return str(reason).splitlines()[0] if isinstance(reason, RunFailed) else f"{type(reason).__name__}: {reason}"
 
 
@@ -83,7 +84,10 @@ class CheckpointStore:
     """The checkpoints of one run, written one at a time."""
 
     def __init__(self, root: Path, keep: int, background: bool, group: dist.ProcessGroup) -> None:
-        self.root, self.keep, self.background, self.group = root, keep, background, group
+        self.root = root
+        self.keep = keep
+        self.background = background
+        self.group = group
         self.is_main = dist.get_rank(group) == 0
         self._worker: threading.Thread | None = None
         self._failure: BaseException | None = None
@@ -104,13 +108,13 @@ class CheckpointStore:
         write_model: Callable[[Path], None],
         best_step: int | None,
     ) -> None:
-        """Copies the state aside and returns; the files appear in the background. Waits for an earlier save first.
+        """Stages the state and returns; the files appear in the background. Waits for an earlier save first.
 
-        On a GPU the copy is still under way then: see `settle`.
+        On a GPU the copy is still in flight then: see `settle`.
         """
         self.wait()
         if self.is_main and self._model is None:
-            self._model = _made_by(write_model)
+            self._model = _files_written_by(write_model)
         small = {TRAINER: json.dumps(trainer, indent=1).encode(), RUN: run_json.encode()}
         pending = self._writer.begin(tensors)
         args = (step, pending, small, best_step)
@@ -122,11 +126,11 @@ class CheckpointStore:
         self._worker.start()
 
     def settle(self) -> None:
-        """To be called before anything that was saved is changed: the device then waits for the copy, nobody else."""
+        """Call before anything that was saved is changed: the device then waits for the copy, the host does not."""
         self._writer.settle()
 
     def notes(self) -> list[str]:
-        """What is to be told, once; this rank's."""
+        """Returns this rank's notes, each once."""
         return self._writer.notes()
 
     def raise_if_failed(self) -> None:
@@ -140,7 +144,8 @@ class CheckpointStore:
             self._worker.join()
             self._worker = None
         if self._failure is not None:
-            failure, self._failure = self._failure, None
+            failure = self._failure
+            self._failure = None
             raise SaveFailed(failure, dist.get_rank(self.group)) from failure
 
     def _finish(self, step: int, pending: Pending, small: dict[str, bytes], best_step: int | None) -> None:
@@ -168,7 +173,7 @@ class CheckpointStore:
             self._failure = failure
 
     def _write_small(self, partial: Path, small: dict[str, bytes]) -> dict[str, tuple[int, str]]:
-        """What is beside the tensors. A tokenizer takes long to write and to hash, and does not change."""
+        """The files beside the tensors. A tokenizer is slow to write and to hash, and does not change."""
         (partial / MODEL).mkdir()
         for name, content in small.items():
             (partial / name).write_bytes(content)
@@ -185,16 +190,16 @@ class CheckpointStore:
 
     def _prune(self, newest: Path, best_step: int | None) -> None:
         # Later steps are of a run that was given up, by resume=never or by going back to an earlier checkpoint.
-        kept = set([p for p in list_checkpoints(self.root) if p <= newest][-self.keep :])
+        kept_folders = set([p for p in list_checkpoints(self.root) if p <= newest][-self.keep :])
         if best_step is not None:
-            kept.add(step_folder(self.root, best_step))
+            kept_folders.add(step_folder(self.root, best_step))
         for folder in list_checkpoints(self.root):
-            if folder not in kept:
+            if folder not in kept_folders:
                 shutil.rmtree(folder, ignore_errors=True)
 
 
-def _made_by(write: Callable[[Path], None]) -> dict[str, tuple[bytes, tuple[int, str]]]:
-    """What a function writes into a folder: by name the content, with its size and hash."""
+def _files_written_by(write: Callable[[Path], None]) -> dict[str, tuple[bytes, tuple[int, str]]]:
+    """The files that a function writes into a folder: by name the content, with its size and hash."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write(folder)
@@ -207,12 +212,12 @@ def _detached(tensors: dict[str, Any]) -> dict[str, Any]:
 
 
 def choose_checkpoint(resume: str, root: Path) -> Path | None:
-    """The checkpoint to go on from, or None to start afresh; existence is checked here, contents by `check_whole`."""
+    """Returns the checkpoint to resume from, or None to start afresh; contents are checked by `check_whole`."""
     if resume == "never":
         return None
     if resume == "auto":
-        found = list_checkpoints(root)
-        return found[-1] if found else None
+        checkpoints = list_checkpoints(root)
+        return checkpoints[-1] if checkpoints else None
     path = Path(resume).expanduser()
     if not path.is_dir():
         raise UserError(
@@ -232,7 +237,7 @@ def choose_checkpoint(resume: str, root: Path) -> Path | None:
 
 
 def check_whole(folder: Path, group: dist.ProcessGroup | None = None) -> None:
-    """Verifies every file, the ranks sharing the work; raises UserError that names the damage and offers a good one."""
+    """Verifies every file, divided over the ranks; raises UserError with the damage and an intact checkpoint."""
     if damage := damage_in(folder, group):
         others = [p for p in reversed(list_checkpoints(folder.parent)) if p != folder]
         ordered = sorted(others, key=lambda p: p > folder)  # those before it first, of them the newest
@@ -240,18 +245,18 @@ def check_whole(folder: Path, group: dist.ProcessGroup | None = None) -> None:
 
 
 def damage_in(folder: Path, group: dist.ProcessGroup | None = None) -> list[Damage]:
-    """What is not as it was written, the ranks sharing the work; every rank gets all of it."""
+    """Returns all damage in a checkpoint, on every rank; the ranks divide the work."""
     share, shares = (dist.get_rank(group), dist.get_world_size(group)) if group is not None else (0, 1)
-    mine = verify(folder, share, shares)
-    parts: list[Any] = [mine]
+    own_damage = verify(folder, share, shares)
+    parts: list[Any] = [own_damage]
     if group is not None and shares > 1:
         parts = [None] * shares
-        dist.all_gather_object(parts, mine, group=group)
+        dist.all_gather_object(parts, own_damage, group=group)
     return list(dict.fromkeys(damage for part in parts for damage in part))  # a bad manifest is found by each rank
 
 
 def refusal(folder: Path, damage: list[Damage], good: Path | None) -> UserError:
-    """That a checkpoint is not loaded, why, and which could be."""
+    """Returns the error for a damaged checkpoint, with an intact one to use instead."""
     remedy = (
         f"the {'previous' if good < folder else 'next'} good one is {good} (for a run to go on from it: resume={good})"
         if good
@@ -261,9 +266,9 @@ def refusal(folder: Path, damage: list[Damage], good: Path | None) -> UserError:
 
 
 def in_words(damage: list[Damage]) -> str:
-    """The first file and what is wrong with it; of others how many."""
-    more = len(damage) - 1
-    return f"{damage[0]}" + (f" (and {more} more file{'s' * (more > 1)})" if more else "")
+    """Describes the first damaged file, and how many others there are."""
+    others = len(damage) - 1
+    return f"{damage[0]}" + (f" (and {others} more file{'s' * (others > 1)})" if others else "")
 
 
 def _names(folders: list[Path]) -> str:
@@ -280,8 +285,10 @@ def load_tensors(
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as is meant without a group
-            whole, rows = split_rows(_detached(tensors))
-            load(whole, storage_reader=reader, planner=LoadRows(rows), process_group=group, no_dist=group is None)
+            plain_tensors, rows = split_rows(_detached(tensors))
+            load(
+                plain_tensors, storage_reader=reader, planner=LoadRows(rows), process_group=group, no_dist=group is None
+            )
     except CheckpointException as error:
         reason = next(iter(error.failures.values()))[0] if error.failures else error
         if isinstance(reason, UserError | RunFailed):  # the reader's own words (safe.py, copies.py)
@@ -296,12 +303,12 @@ def load_tensors(
 
 
 def read_trainer(folder: Path) -> dict[str, Any]:
-    """Step, data position and the rest of trainer.json."""
+    """Returns trainer.json: step, data position and the rest."""
     return dict(json.loads((folder / TRAINER).read_text()))
 
 
 def check_same_data(folder: Path, fingerprint: str) -> None:
-    """A place in the data means nothing in other data."""
+    """Raises an error if the data changed: a position in the data means nothing in other data."""
     if read_trainer(folder).get("data_fingerprint") != fingerprint:
         problem = "was saved while training on other data (or data settings), so its place in them means nothing"
         remedy = "bring the data back, choose another output folder, or start afresh with resume=never"

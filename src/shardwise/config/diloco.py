@@ -1,6 +1,6 @@
-"""Settings of a run that trains apart from others and meets them every some steps (docs/apart.md).
+"""Settings of a DiLoCo worker: a run that trains locally and synchronises with others every N steps (docs/diloco.md).
 
-What a meeting goes by (outer optimizer, weights, types) is said once, to the meeting point: `shardwise meet`.
+The outer optimizer, the workers' weights and the wire dtype are options of the sync server: `shardwise diloco-server`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from shardwise.config.units import Count, Duration
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """Host and port of `HOST:PORT`; raises ValueError."""
+    """Splits `HOST:PORT`; raises ValueError."""
     host, _, port = address.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
     if not host or "/" in host or not port.isdigit() or not 0 < int(port) < 65536:
@@ -23,31 +23,33 @@ def split_address(address: str) -> tuple[str, int]:
 
 
 class DiLoCo(Section):
-    """Where and how often a worker meets the others."""
+    """The sync server of a DiLoCo worker, and how often it syncs."""
 
-    meet: str = Field(description="HOST:PORT of the meeting point, which `shardwise meet` runs")
-    every: Count = Field(default=50, description="steps between two meetings; the last step is always one")
+    server: str = Field(description="HOST:PORT of the sync server, which `shardwise diloco-server` runs")
+    sync_every: Count = Field(
+        default=50, description="local steps between two synchronisations; the last step is always one"
+    )
     name: str | None = Field(
         default=None, min_length=1, max_length=200, description="this worker's name; default: host and output folder"
     )
     token_env: str | None = Field(
-        default=None, min_length=1, description="environment variable that holds the meeting point's token"
+        default=None, min_length=1, description="environment variable that holds the sync server's token"
     )
-    patience: Duration = Field(
-        default=600.0, gt=0, description="how long to try to reach a meeting point that does not answer, e.g. 10min"
+    connect_timeout: Duration = Field(
+        default=600.0, gt=0, description="how long to try to reach a sync server that does not answer, e.g. 10min"
     )
 
     @model_validator(mode="after")
-    def _is_an_address(self) -> DiLoCo:
+    def _check_address(self) -> DiLoCo:
         try:
-            split_address(self.meet)
+            split_address(self.server)
         except ValueError:
-            raise Clash("meet", "is no HOST:PORT", "write e.g. meet: 10.0.0.1:29400") from None
+            raise Clash("server", "is no HOST:PORT", "write e.g. server: 10.0.0.1:29400") from None
         return self
 
 
-def _apart(value: Any) -> Any:
-    return {"meet": value} if isinstance(value, str) else value
+def _diloco(value: Any) -> Any:
+    return {"server": value} if isinstance(value, str) else value
 
 
-ApartOrNot = Annotated[DiLoCo | None, BeforeValidator(_apart, json_schema_input_type=str | DiLoCo | None)]
+OptionalDiLoCo = Annotated[DiLoCo | None, BeforeValidator(_diloco, json_schema_input_type=str | DiLoCo | None)]

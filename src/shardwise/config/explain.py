@@ -1,4 +1,4 @@
-"""Turns pydantic's list of complaints into the one message a user reads: field, value, place, remedy."""
+"""Converts pydantic's validation errors into one UserError: field, value, location, remedy."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pydantic import BaseModel, ValidationError
 
 from shardwise.config.methods import METHODS
 from shardwise.config.objectives import OBJECTIVES
+from shardwise.config.renamed import RENAMED
 from shardwise.config.schema import DEEPSPEED_SCHEDULES, Run
 from shardwise.config.section import Clash
 from shardwise.core.errors import UserError, together
@@ -28,9 +29,16 @@ _ELSEWHERE = {
     "num_train_epochs": "train.epochs",
     "per_device_train_batch_size": "train.micro_batch_size",
     "gradient_accumulation_steps": "train.batch_size",
-    "max_grad_norm": "train.clip",
-    "gradient_clipping": "train.clip",
-    "gradient_checkpointing": "recompute",
+    "gradient_clipping": "train.max_grad_norm",
+    "save_steps": "checkpoint.every",
+    "save_total_limit": "checkpoint.keep",
+    "eval_steps": "train.eval_every",
+    "logging_steps": "log.every",
+    "report_to": "log.trackers",
+    "resume_from_checkpoint": "resume",
+    "nproc_per_node": "ranks",
+    "early_stopping_patience": "train.early_stopping.patience",
+    **dict.fromkeys(("gradient_checkpointing", "activation_checkpointing", "activation_checkpoint"), "recompute"),
     "bf16": "precision",
     "fp16": "precision",
     "stage": "parallel.zero",
@@ -54,11 +62,18 @@ _ELSEWHERE = {
     "lora_dropout": "method.dropout",
     "use_rslora": "method.rslora",
     "use_dora": "method.dora",
-    "target_modules": "method.targets",
-    "lora_target_modules": "method.targets",
-    "lora_target_linear": "method.targets",
-    "modules_to_save": "method.also",
-    "lora_modules_to_save": "method.also",
+    "target_modules": "method.target_modules",
+    "lora_target_modules": "method.target_modules",
+    "lora_target_linear": "method.target_modules",
+    "modules_to_save": "method.modules_to_save",
+    "lora_modules_to_save": "method.modules_to_save",
+    "train_on_inputs": "data.loss_on",
+    "assistant_only_loss": "data.loss_on",
+    "excess_length_strategy": "data.over_length",
+    "zero_hpz_partition_size": "parallel.hpz_size",
+    "zero_quantized_weights": "parallel.quantize_weights",
+    "zero_quantized_gradients": "parallel.quantize_gradients",
+    **dict.fromkeys(("data_parallel_shard_degree", "dp_shard", "mics_shard_size"), "parallel.dp_shard_size"),
     **dict.fromkeys(("tp", "tp_size", "tensor_parallel", "tensor_model_parallel_size", "sp"), "parallel.tensor"),
     **dict.fromkeys(("cp", "context_parallel", "context_parallel_size", "sequence_parallel"), "parallel.context"),
     **dict.fromkeys(("pp", "pipeline_parallel", "pipeline_model_parallel_size", "pp_degree"), "parallel.pipeline"),
@@ -78,9 +93,9 @@ _MARKERS |= {"named", *_ALTERNATIVES}
 
 
 def explain(error: ValidationError, origin: dict[str, str], base: str) -> UserError:
-    """One message for the first mistake: the field as written, its place, and the nearest thing that would be right.
+    """One error for the first mistake: the field as written, its location, and the closest valid alternative.
 
-    Sources are written one like the other, so of them all mistakes are told.
+    For data sources, which are usually written alike, all mistakes are reported.
     """
     details = error.errors()
     first = min(details, key=_priority)
@@ -90,15 +105,15 @@ def explain(error: ValidationError, origin: dict[str, str], base: str) -> UserEr
     firsts: dict[str, Any] = {}
     for detail in sorted(filter(_of_source, details), key=_priority):
         firsts.setdefault(_field_path(detail["loc"]), detail)
-    found: list[UserError] = []
+    errors: list[UserError] = []
     for path in sorted(firsts):
         same = [d for d in details if _field_path(d["loc"]) == path]
-        found.append(_explain_one(firsts[path], [*same, *([] if found else others)], origin, base))
-    return together(found)
+        errors.append(_explain_one(firsts[path], [*same, *([] if errors else others)], origin, base))
+    return together(errors)
 
 
 def _of_source(detail: Any) -> bool:
-    """Whether a complaint is about a setting of one of the data's sources."""
+    """Whether an error is about a setting of a data source."""
     return re.match(r"data\.(train|eval)\.\d+(\.|$)", _field_path(detail["loc"])) is not None
 
 
@@ -121,25 +136,27 @@ def _explain_one(first: Any, details: list[Any], origin: dict[str, str], base: s
     if kind in _KINDS:
         return _unknown_kind(path, kind, value, f"{where}{more}")
     same = [d for d in details if _field_path(d["loc"]) == path]
-    shown = None if isinstance(value, (dict, BaseModel)) else list(value) if isinstance(value, tuple) else value
-    return UserError(path or base, shown, f"{_problem(same)} {where}{more}", _remedy(path, same))
+    displayed = list(value) if isinstance(value, tuple) else value
+    if isinstance(value, (dict, BaseModel)):
+        displayed = None
+    return UserError(path or base, displayed, f"{_problem(same)} {where}{more}", _remedy(path, same))
 
 
 def _unknown_kind(path: str, section: str, value: Any, where: str) -> UserError:
-    """A section of several alternatives whose type is none of them, or is not said."""
+    """Error for a section whose `type` is unknown or missing."""
     known = list(_KINDS[section])
     if not isinstance(value, dict):
         return UserError(path, value, f"expected a name or a mapping {where}", f"use one of {', '.join(known)}")
     if "type" not in value:
         has = [kind for kind, fields in _KINDS[section].items() if set(value) <= set(fields.model_fields)]
         return UserError(path, None, f"has settings, but no type {where}", f"add type: {' or '.join(has or known)}")
-    meant = _meant(value["type"], known)
-    remedy = f"did you mean {meant}?" if meant else f"use one of {', '.join(known)}"
+    suggestion = _meant(value["type"], known)
+    remedy = f"did you mean {suggestion}?" if suggestion else f"use one of {', '.join(known)}"
     return UserError(path, value["type"], f"is not known {where}", remedy)
 
 
 def near_file(path: Path, pattern: str) -> Path | None:
-    """The file in the same folder that was meant, by its name without the ending, which all of them share."""
+    """The file in the same folder with the most similar name, ignoring the suffix they share."""
     files = {p.stem: p for p in path.parent.glob(pattern)} if path.parent.is_dir() else {}
     near = difflib.get_close_matches(path.stem, list(files), n=1)
     return files[near[0]] if near else None
@@ -150,12 +167,13 @@ def section_names() -> list[str]:
     return [name for name, info in Run.model_fields.items() if _section_in(info.annotation) is not None]
 
 
-def _clash(clash: Clash, path: str, given: Any, origin: dict[str, str], base: str, more: str) -> UserError:
-    field, value = f"{path}.{clash.key}".lstrip("."), given
+def _clash(clash: Clash, path: str, settings: Any, origin: dict[str, str], base: str, more: str) -> UserError:
+    field = f"{path}.{clash.key}".lstrip(".")
+    value = settings
     for part in clash.key.split("."):
         value = value.get(part) if isinstance(value, dict) else None
-    shown = None if isinstance(value, dict) else value
-    return UserError(field, shown, f"{clash.problem} {_where(field, origin, base)}{more}", clash.remedy)
+    displayed = None if isinstance(value, dict) else value
+    return UserError(field, displayed, f"{clash.problem} {_where(field, origin, base)}{more}", clash.remedy)
 
 
 def _priority(detail: Any) -> tuple[int, int]:
@@ -164,12 +182,12 @@ def _priority(detail: Any) -> tuple[int, int]:
 
 
 def _where(path: str, origin: dict[str, str], base: str) -> str:
-    found = next((origin[p] for p in _ancestors(path) if p in origin), base)
-    return {"command line": "(on the command line)", "given": "(in the given dict)"}.get(found, f"(at {found})")
+    location = next((origin[p] for p in _ancestors(path) if p in origin), base)
+    return {"command line": "(on the command line)", "given": "(in the given dict)"}.get(location, f"(at {location})")
 
 
 def _problem(details: list[Any]) -> str:
-    """What is wrong; the alternatives of a union are joined by `or`."""
+    """The problem; the alternatives of a union are joined by `or`."""
     if any(d["type"] in _SECTION_EXPECTED for d in details):
         return "expected a section with settings of its own"
     texts = [wanted(detail) for detail in details]
@@ -197,8 +215,9 @@ _BOUNDS = {
 
 
 def wanted(detail: Any) -> str:
-    """One of pydantic's complaints as people would say it."""
-    kind, context = detail["type"], detail.get("ctx", {})
+    """A pydantic error in plain words."""
+    kind = detail["type"]
+    context = detail.get("ctx", {})
     if kind in _BOUNDS:
         return "expected a number that is " + _BOUNDS[kind].format(**context)
     if kind == "literal_error":
@@ -216,8 +235,8 @@ def wanted(detail: Any) -> str:
 def _remedy(path: str, details: list[Any]) -> str:
     allowed = details[0].get("ctx", {}).get("expected") if len(details) == 1 else None
     if allowed:
-        if meant := _meant(details[0]["input"], re.findall(r"'([^']+)'", allowed)):
-            return f"did you mean {meant}?"
+        if suggestion := _meant(details[0]["input"], re.findall(r"'([^']+)'", allowed)):
+            return f"did you mean {suggestion}?"
         return f"use {allowed}" if allowed.count("'") == 2 else f"use one of {allowed}"
     if any(d["type"] in _SECTION_EXPECTED for d in details):
         keys = ", ".join(_keys_at(tuple(path.split("."))))
@@ -228,7 +247,7 @@ def _remedy(path: str, details: list[Any]) -> str:
 
 
 def _meant(value: Any, choices: list[str]) -> str | None:
-    """The choice that was meant: spelt otherwise, or known elsewhere under another name."""
+    """The intended choice: another spelling, or a name used elsewhere."""
     if not isinstance(value, str):
         return None
     written = value.lower().replace("_", "-")
@@ -238,31 +257,32 @@ def _meant(value: Any, choices: list[str]) -> str | None:
 
 
 def takes_text(path: str) -> bool:
-    """Whether a setting is text, such as a folder."""
+    """Whether a setting takes text, such as a folder."""
     parts = path.split(".")
     fields = _fields_along(tuple(parts))
     return len(fields) == len(parts) and str in (fields[-1].annotation, *get_args(fields[-1].annotation))
 
 
 def _nearest(loc: tuple[int | str, ...]) -> str:
-    """The key that was meant: the same name elsewhere, else the nearest here, else the nearest elsewhere."""
-    key, section = str(loc[-1]), _field_path(loc[:-1])
+    """Suggestion for an unknown key: the same name elsewhere, else the closest here, else the closest elsewhere."""
+    key = str(loc[-1])
+    section = _field_path(loc[:-1])
     known = _keys_at(loc[:-1])
     if others := [kind for kind, fields in _KINDS.get(section, {}).items() if key in fields.model_fields]:
         return f"{key} is a setting of {' and '.join(others)}; {loc[-2]} takes {', '.join(known)}"
-    leaves = _ELSEWHERE if section in _KINDS else _leaves() | _ELSEWHERE
+    leaves = _ELSEWHERE if section in _KINDS else _old_leaves() | _leaves() | _ELSEWHERE
     near = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
     if key in leaves:
-        meant = leaves[key]
+        suggestion = leaves[key]
     elif near:
-        meant = f"{section}.{near[0]}" if section else near[0]
+        suggestion = f"{section}.{near[0]}" if section else near[0]
     else:
-        meant = next((leaves[k] for k in difflib.get_close_matches(key, list(leaves), n=1, cutoff=0.7)), "")
-    return f"did you mean {meant}?" if meant else f"known here: {', '.join(known)}"
+        suggestion = next((leaves[k] for k in difflib.get_close_matches(key, list(leaves), n=1, cutoff=0.7)), "")
+    return f"did you mean {suggestion}?" if suggestion else f"known here: {', '.join(known)}"
 
 
 def _leaves() -> dict[str, str]:
-    """Every key of every section with its full path; people write `learning_rate:` at the top."""
+    """Every key of every section with its full path; users often write `learning_rate:` at the top."""
     paths = [
         f"{name}.{key}"
         for name, info in Run.model_fields.items()
@@ -271,19 +291,24 @@ def _leaves() -> dict[str, str]:
     return {path.rpartition(".")[2]: path for path in reversed([*Run.model_fields, *paths])}
 
 
+def _old_leaves() -> dict[str, str]:
+    """Old names of renamed settings, for those who write them in another section."""
+    return {old.rpartition(".")[2]: new for old, new in RENAMED.items()}
+
+
 def _fields_along(loc: tuple[int | str, ...]) -> list[Any]:
-    found: list[Any] = []
+    fields: list[Any] = []
     section: Any = Run
     for part in map(str, loc):
         info = getattr(section, "model_fields", {}).get(part)
         if info is not None:
-            found.append(info)
+            fields.append(info)
             section = _section_in(info.annotation)
         elif part in _ALTERNATIVES:
             section = _ALTERNATIVES[part]
         elif not part.isdigit():
             break
-    return found
+    return fields
 
 
 def _section_in(annotation: Any) -> Any:
@@ -303,7 +328,7 @@ def _keys_at(loc: tuple[int | str, ...]) -> list[str]:
 
 
 def _field_path(loc: tuple[int | str, ...]) -> str:
-    """The location as the user wrote it; below a kind stands a key, whatever it is called (objective.share)."""
+    """The location as the user wrote it, without the alternatives that pydantic inserts."""
     return ".".join(
         str(part)
         for above, part in zip((None, *loc), loc, strict=False)

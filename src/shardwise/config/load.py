@@ -1,4 +1,4 @@
-"""Reads RUN.yaml and the overrides, and remembers where each value came from.
+"""Loads RUN.yaml with overrides, and records the origin of each value.
 
 `load_run` is the only way in: file, then `key.path=value` overrides, then the DeepSpeed config that the run names, then
 defaults. Every value of the result has an origin ("run.yaml:12", "command line", "ds_config.json: gradient_clipping",
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,7 @@ import yaml
 from pydantic import ValidationError
 
 from shardwise.config.explain import explain, near_file, section_names, takes_text
+from shardwise.config.renamed import both_given, new_path, rename, rename_override
 from shardwise.config.schema import Run
 from shardwise.core.bounded_yaml import BoundedLoader
 from shardwise.core.errors import UserError
@@ -27,14 +29,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LoadedRun:
-    """A validated run, the origin of each value it was given, and what became of each key of a DeepSpeed config."""
+    """A validated run, the origin of each value, and the account of a DeepSpeed config's keys.
+
+    `notes`: one for each setting that was given under its old name.
+    """
 
     run: Run
     origin: dict[str, str] = field(default_factory=dict)
     account: tuple[KeyAccount, ...] = ()
+    notes: tuple[str, ...] = ()
 
     def origin_of(self, path: str) -> str:
-        """Where the value at a dotted path came from; `train: chat.jsonl` is short for a list of one source's path."""
+        """Origin of the value at a dotted path, also through short forms such as `train: chat.jsonl`."""
         if path in self.origin:
             return self.origin[path]
         while path.rpartition(".")[2] in ("path", "name") or path.rpartition(".")[2].isdigit():
@@ -43,42 +49,51 @@ class LoadedRun:
                 return self.origin[path]
         return "default"
 
+    def print_notes(self) -> None:
+        """Prints the notes to standard error, apart from what a command prints for programs."""
+        for note in self.notes:
+            print(f"note: {note}", file=sys.stderr, flush=True)
+
 
 def load_run(source: str | Path | dict[str, Any] | Run, overrides: list[str] | tuple[str, ...] = ()) -> LoadedRun:
-    """Reads, overrides and validates a run; raises UserError with field, value and remedy."""
-    values, origin, base = read_values(source, overrides)
+    """Loads and validates a run with overrides; raises UserError with field, value and remedy."""
+    values, origin, base, notes = read_values(source, overrides)
     account = _merge_deepspeed(values, origin)
     try:
-        return LoadedRun(Run.model_validate(values), origin, account)
+        return LoadedRun(Run.model_validate(values), origin, account, notes)
     except ValidationError as error:
         raise explain(error, origin, base) from None
 
 
 def read_values(
     source: str | Path | dict[str, Any] | Run, overrides: list[str] | tuple[str, ...] = ()
-) -> tuple[dict[str, Any], dict[str, str], str]:
-    """What file and overrides say, not validated; the origin of each value; and a name for the whole."""
+) -> tuple[dict[str, Any], dict[str, str], str, tuple[str, ...]]:
+    """Values of file and overrides before validation, the origin of each, a name for the source, notes on old names."""
     if isinstance(source, Run):
         source = source.model_dump(exclude_unset=True)
     origin: dict[str, str] = {}
     if isinstance(source, dict):
-        values, base = _plain(source), "the given dict"
+        values = _plain(source)
+        base = "the given dict"
         _note(values, "", "given", origin)
     else:
-        values, base = _read_yaml(Path(source), origin), str(source)
+        values = _read_yaml(Path(source), origin)
+        base = str(source)
+    notes = rename(values, origin)
     if isinstance(values.get("model"), str):
         values["model"] = {"name": values["model"]}
         origin["model.name"] = origin.get("model", "given")
+    spelled: dict[str, str] = {}  # today's name of each override: as it was written
     for override in overrides:
-        _override(values, override, origin)
+        notes += _override(values, override, origin, spelled)
     for name in section_names():  # a section with every line commented out is null: its defaults are meant
         if name in values and values[name] is None:
             del values[name]
-    return values, origin, base
+    return values, origin, base, tuple(dict.fromkeys(notes))
 
 
 def _merge_deepspeed(values: dict[str, Any], origin: dict[str, str]) -> tuple[KeyAccount, ...]:
-    """Adds what the DeepSpeed config of the run decides; what the command line says stays."""
+    """Adds the values of the run's DeepSpeed config; the command line takes precedence."""
     parallel = values.get("parallel")
     name = parallel.get("deepspeed") if isinstance(parallel, dict) else None
     if not isinstance(name, str) or not name:
@@ -90,10 +105,10 @@ def _merge_deepspeed(values: dict[str, Any], origin: dict[str, str]) -> tuple[Ke
 
 
 def from_deepspeed(file: Path, source: Path | None = None, overrides: list[str] | tuple[str, ...] = ()) -> str:
-    """The RUN.yaml that says what a DeepSpeed config says, with that of a run where one is given; checked to load."""
+    """The RUN.yaml equivalent to a DeepSpeed config, merged with a run if given; verified to load."""
     from shardwise.config.deepspeed import as_yaml, read_config, translate
 
-    values, _, _ = read_values({} if source is None else source, overrides)
+    values, _, _, _ = read_values({} if source is None else source, overrides)
     translation = translate(read_config(file), ranks=expected_ranks(values), run=values, file=file.name)
     text = as_yaml(translation, values, file.name)
     load_run(yaml.load(text, _Loader))
@@ -101,8 +116,9 @@ def from_deepspeed(file: Path, source: Path | None = None, overrides: list[str] 
 
 
 def expected_ranks(values: dict[str, Any]) -> int:
-    """How many ranks a run that is not validated yet will have; the batch of a DeepSpeed config is checked by it."""
-    launched, ranks = os.environ.get("WORLD_SIZE", ""), values.get("ranks", "auto")
+    """Number of ranks of a run before validation, used to check the batch of a DeepSpeed config."""
+    launched = os.environ.get("WORLD_SIZE", "")
+    ranks = values.get("ranks", "auto")
     if launched.isdecimal():
         return max(1, int(launched))
     if isinstance(ranks, int) and ranks > 0:
@@ -113,7 +129,7 @@ def expected_ranks(values: dict[str, Any]) -> int:
 
 
 class _Loader(BoundedLoader):
-    """YAML as people write it: `2025-01-31` is a name and no date, `1e-5` a number and no text."""
+    """YAML loader that reads `2025-01-31` as text rather than a date, and `1e-5` as a number."""
 
 
 _Loader.yaml_implicit_resolvers = {
@@ -161,10 +177,12 @@ def _read_yaml(path: Path, origin: dict[str, str]) -> dict[str, Any]:
 
 
 def _yaml_problem(error: yaml.YAMLError, path: Path) -> tuple[str, str]:
-    """Place and reason; where a bracket or quote was left open, also where it was opened."""
+    """Location and reason; for an unclosed bracket or quote, also where it was opened."""
     if not isinstance(error, yaml.MarkedYAMLError) or error.problem_mark is None:
         return str(path), str(error).partition("\n")[0]
-    line, begun, problem = error.problem_mark.line, error.context_mark, error.problem or "no reason given"
+    line = error.problem_mark.line
+    begun = error.context_mark
+    problem = error.problem or "no reason given"
     if begun is not None and begun.line != line:
         problem += f" ({error.context}, begun on line {begun.line + 1})"
     return f"{path}:{line + 1}", problem
@@ -174,7 +192,7 @@ _LEAST = "model: smollm2-135m-instruct and data: {train: chat.jsonl}"
 
 
 def _construct(loader: yaml.SafeLoader, node: yaml.Node, prefix: str, name: str, origin: dict[str, str]) -> Any:
-    """Builds plain values while noting the line of each key, and refuses a key given twice (YAML keeps the last)."""
+    """Builds plain values, records the line of each key, and rejects duplicate keys (YAML keeps the last)."""
     if prefix:
         origin[prefix] = f"{name}:{node.start_mark.line + 1}"
     if isinstance(node, yaml.MappingNode):
@@ -182,15 +200,15 @@ def _construct(loader: yaml.SafeLoader, node: yaml.Node, prefix: str, name: str,
         own = [key for key, _ in node.value if not key.tag.endswith(":merge")]
         if len(own) < len(node.value):  # `<<: *anchor`: the anchor's pairs come first, and the mapping's own win
             loader.flatten_mapping(node)
-        seen: set[str] = set()
+        keys: set[str] = set()
         for key_node, value_node in node.value:
             key = str(loader.construct_object(key_node, deep=True))
             path = f"{prefix}.{key}" if prefix else key
-            if key in seen:
-                again = f"given twice (again at {name}:{key_node.start_mark.line + 1})"
-                raise UserError(path, None, again, "keep one of the two")
+            if key in keys:
+                problem = f"given twice (again at {name}:{key_node.start_mark.line + 1})"
+                raise UserError(path, None, problem, "keep one of the two")
             if any(key_node is k for k in own):
-                seen.add(key)
+                keys.add(key)
             result[key] = _construct(loader, value_node, path, name, origin)
         return result
     if isinstance(node, yaml.SequenceNode):
@@ -201,9 +219,13 @@ def _construct(loader: yaml.SafeLoader, node: yaml.Node, prefix: str, name: str,
         raise yaml.constructor.ConstructorError(None, None, str(error), node.start_mark) from None
 
 
-def _override(values: dict[str, Any], text: str, origin: dict[str, str]) -> None:
-    key, sign, raw = text.partition("=")
-    key = key.strip()
+def _override(values: dict[str, Any], text: str, origin: dict[str, str], spelled: dict[str, str]) -> list[str]:
+    """Applies one override; returns the notes on old names."""
+    written, sign, raw = text.partition("=")
+    written = written.strip()
+    key = new_path(written)
+    if spelled.setdefault(key, written) != written:
+        raise both_given(written if written != key else spelled[key], key, "command line")
     *parents, leaf = key.split(".")
     if not sign or not all([*parents, leaf]):
         raise UserError("override", text, "is not of the form key.path=value", "write e.g. train.learning_rate=1e-4")
@@ -214,6 +236,7 @@ def _override(values: dict[str, Any], text: str, origin: dict[str, str]) -> None
         value = yaml.load(raw, _Loader) if raw.strip() else None
     except (yaml.YAMLError, ValueError):
         value = raw
+    value, notes = rename_override(written, value)
     place: Any = values
     for depth, part in enumerate(parents):
         place = _step_into(place, part, parents[:depth], key, raw)
@@ -226,22 +249,25 @@ def _override(values: dict[str, Any], text: str, origin: dict[str, str]) -> None
     origin[key] = "command line"
     if isinstance(value, dict):
         _note(value, key, "command line", origin)
+    return notes
 
 
 def _step_into(place: Any, part: str, above: list[str], key: str, raw: str) -> Any:
-    """What lies at `part`, made a container that an override can write into: a short form becomes a long one."""
+    """The container at `part` that an override writes into; a short form is expanded."""
     index: Any = _index(place, part, above, key, raw) if isinstance(place, list) else part
-    here = place[index] if isinstance(place, list) else place.get(part)
-    if isinstance(here, str) and above == ["data"] and part in ("train", "eval"):
-        here = [{"path": here}]
-    elif isinstance(here, str) and above in (["data", "train"], ["data", "eval"]):
-        here = {"path": here}
-    elif isinstance(here, str) and not above and part in ("method", "objective"):
-        here = {"type": here}
-    elif not isinstance(here, (dict, list)):
-        here = {}
-    place[index] = here
-    return here
+    child = place[index] if isinstance(place, list) else place.get(part)
+    if isinstance(child, str) and above == ["data"] and part in ("train", "eval"):
+        child = [{"path": child}]
+    elif isinstance(child, str) and above in (["data", "train"], ["data", "eval"]):
+        child = {"path": child}
+    elif isinstance(child, str) and not above and part in ("method", "objective"):
+        child = {"type": child}
+    elif isinstance(child, str) and not above and part == "diloco":
+        child = {"server": child}
+    elif not isinstance(child, (dict, list)):
+        child = {}
+    place[index] = child
+    return child
 
 
 def _index(place: list[Any], part: str, above: list[str], key: str, raw: str) -> int:

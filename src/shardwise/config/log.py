@@ -1,4 +1,4 @@
-"""What is reported while a run goes on: how often, to whom, and what the model is asked to write meanwhile."""
+"""Settings of logging: how often, to which trackers, and samples generated during training."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ def _several(value: Any) -> Any:
 
 
 class Samples(Section):
-    """What the model is asked to write during training."""
+    """Samples generated during training."""
 
     prompts: Annotated[tuple[str, ...], BeforeValidator(_several, json_schema_input_type=str | tuple[str, ...])] = (
         Field(min_length=1, description="what it is asked, or goes on with; one or several")
     )
     every: Count = Field(default=100, description="steps between samples; the last step has some in any case")
-    tokens: Count = Field(default=64, description="longest answer")
+    max_new_tokens: Count = Field(default=64, description="longest answer")
     chat: bool = Field(
         default=True, description="ask as a user does, where there is a chat template; false = go on with the text"
     )
 
 
 class Log(Section):
-    """What is reported while it runs."""
+    """What is logged during training."""
 
     every: Whole = Field(default=1, ge=1, description="steps between reports; the device is waited for only then")
     refresh: Duration = Field(default=0.2, gt=0, description="how often the live line is redrawn, e.g. 200ms")

@@ -1,4 +1,4 @@
-"""Settings of `method`: which parameters are trained, and what stands in for those that are not."""
+"""Settings of `method`: which parameters are trained, and how the frozen ones are stored."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def _targets(value: Any) -> Any:
 
 
 class Full(Section):
-    """Every parameter is trained."""
+    """Full fine-tuning: all parameters are trained."""
 
     type: Literal["full"] = Field(default="full", description="train every parameter")
 
 
 class Lora(Section):
-    """A low-rank update beside each target, trained alone."""
+    """LoRA: a trained low-rank update beside each target."""
 
     type: Literal["lora"] = Field(default="lora", description="train low-rank updates")
     rank: Count = Field(default=16, description="of the updates")
@@ -40,22 +40,22 @@ class Lora(Section):
     dropout: Share = Field(default=0.0, ge=0, lt=1, description="of the update's input, e.g. 0.05")
     rslora: bool = Field(default=False, description="scale by alpha / √rank: steadier at high ranks")
     dora: bool = Field(default=False, description="train each output's magnitude apart from its direction")
-    targets: Annotated[
+    target_modules: Annotated[
         AllLinear | tuple[Annotated[str, Field(min_length=1)], ...],
         BeforeValidator(_targets, json_schema_input_type=str | list[str]),
     ] = Field(default="linear", description="linear = all but the head; or names of modules, * for any part")
-    ranks: dict[str, Count] = Field(default={}, description="other ranks by name pattern, e.g. {'*.mlp.*': 8}")
-    also: Patterns = Field(default=(), description="modules that are trained whole besides, e.g. lm_head")
+    rank_pattern: dict[str, Count] = Field(default={}, description="other ranks by name pattern, e.g. {'*.mlp.*': 8}")
+    modules_to_save: Patterns = Field(default=(), description="modules that are trained whole besides, e.g. lm_head")
     adapter: str | None = Field(default=None, min_length=1, description="folder of an adapter to go on from (PEFT's)")
 
     @property
     def scaled(self) -> float:
-        """alpha, the default filled in."""
+        """alpha, or its default."""
         return self.alpha if self.alpha is not None else 2.0 * self.rank
 
 
 class Qlora(Lora):
-    """LoRA on a base in few bits."""
+    """QLoRA: LoRA on a quantized base model."""
 
     type: Literal["qlora"] = Field(default="qlora", description="train low-rank updates on a quantised base")  # type: ignore[assignment]
     bits: Literal["nf4", "int8", "fp8"] = Field(
@@ -68,28 +68,28 @@ class Qlora(Lora):
         description="how the base is multiplied while adapters train: plain = unpacked, in the run's precision; fp8 = "
         "in 8 bits, nf4 too, which is rounded once more for it; auto = fp8 where it is stored so",
     )
-    double: bool = Field(default=True, description="nf4: quantise the scales as well (4.13 bits instead of 4.5)")
+    double_quant: bool = Field(default=True, description="nf4: quantise the scales as well (4.13 bits instead of 4.5)")
 
     @model_validator(mode="after")
     def _check_multiply(self) -> Qlora:
         if self.multiply == "fp8":
             without = {"bits: int8": self.bits == "int8", "dropout": self.dropout > 0, "dora": self.dora}
-            if named := [name for name, there in without.items() if there]:
-                raise Clash("multiply", f"does not go with {' and '.join(named)}", "leave multiply out, or that")
+            if conflicting := [name for name, enabled in without.items() if enabled]:
+                raise Clash("multiply", f"does not go with {' and '.join(conflicting)}", "leave multiply out, or that")
         return self
 
 
 class Ia3(Section):
-    """A learned factor for each key, value and feed-forward channel."""
+    """IA³: a trained scale for each key, value and feed-forward channel."""
 
     type: Literal["ia3"] = Field(default="ia3", description="train factors of keys, values and feed-forward channels")
-    targets: Patterns | None = Field(
+    target_modules: Patterns | None = Field(
         default=None, description="modules whose outputs are scaled; default: keys and values"
     )
-    feedforward: Patterns | None = Field(
+    feedforward_modules: Patterns | None = Field(
         default=None, description="modules whose inputs are scaled; default: the last of each feed-forward part"
     )
-    also: Patterns = Field(default=(), description="modules that are trained whole besides, e.g. lm_head")
+    modules_to_save: Patterns = Field(default=(), description="modules that are trained whole besides, e.g. lm_head")
     adapter: str | None = Field(default=None, min_length=1, description="folder of an adapter to go on from (PEFT's)")
 
 

@@ -1,4 +1,4 @@
-"""Settings that follow a figure of the evaluations: which one, and whether less or more of it is better."""
+"""Settings of evaluation metrics: which one to follow, and whether lower or higher is better."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LESS, MORE = ("loss", "perplexity", "error", "entropy"), ("accuracy", "margin", 
 
 
 class Metric(Section):
-    """A figure of each evaluation."""
+    """A metric of each evaluation."""
 
     metric: str = Field(
         default="eval_loss",
@@ -25,7 +25,7 @@ class Metric(Section):
     )
 
     @model_validator(mode="after")
-    def _has_a_direction(self) -> Metric:
+    def _check_direction(self) -> Metric:
         if self.mode == "auto" and _direction(self.metric) is None:
             problem = f"its name does not say whether less or more {self.metric} is better"
             raise Clash("mode", problem, "add mode: min or mode: max")
@@ -33,12 +33,12 @@ class Metric(Section):
 
     @property
     def more_is_better(self) -> bool:
-        """Whether the best value is the largest."""
+        """Whether higher is better."""
         return (_direction(self.metric) if self.mode == "auto" else self.mode) == "max"
 
 
 class StopEarly(Metric):
-    """Ends the run when evaluations no longer improve."""
+    """Early stopping, when evaluations no longer improve."""
 
     patience: Whole = Field(default=3, ge=1, description="evaluations in a row without improvement that end the run")
     min_delta: Number = Field(default=0.0, ge=0, description="least change that counts as an improvement, e.g. 0.001")

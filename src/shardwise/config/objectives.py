@@ -1,4 +1,4 @@
-"""Settings of `objective`: what a model is trained to do, and so which class of model and which rows it takes."""
+"""Settings of `objective`: the training objective, which decides the model class and the rows it takes."""
 
 from __future__ import annotations
 
@@ -14,34 +14,34 @@ Task = Literal["causal", "seq2seq", "masked", "classify"]
 
 
 class Causal(Section):
-    """Predict the next token."""
+    """Next-token prediction."""
 
     type: Literal["causal"] = Field(default="causal", description="predict the next token")
 
 
 class Seq2seq(Section):
-    """An encoder reads a source, a decoder writes the target (T5, BART)."""
+    """Sequence-to-sequence training of an encoder–decoder (T5, BART)."""
 
     type: Literal["seq2seq"] = Field(default="seq2seq", description="write a target from a source")
 
 
 class Masked(Section):
-    """Fill in masked tokens (BERT)."""
+    """Masked language modelling (BERT)."""
 
     type: Literal["masked"] = Field(default="masked", description="fill in masked tokens")
-    share: Share = Field(default=0.15, gt=0, lt=1, description="of the tokens that are to be filled in")
+    mlm_probability: Share = Field(default=0.15, gt=0, lt=1, description="share of the tokens that are masked")
     whole_words: bool = Field(default=True, description="mask all pieces of a word together")
 
 
 class Classify(Section):
-    """Tell the class of a text."""
+    """Text classification."""
 
     type: Literal["classify"] = Field(default="classify", description="tell the class of a text")
     labels: tuple[str, ...] | None = Field(default=None, description="the classes in order; default: as found, sorted")
 
 
 class Dpo(Section):
-    """Prefer the chosen answer to the rejected one, against a reference (the model before training)."""
+    """DPO: preference pairs against a reference (the model before training)."""
 
     type: Literal["dpo"] = Field(default="dpo", description="prefer chosen to rejected answers")
     beta: Positive = Field(default=0.1, description="how closely the reference is kept to")
@@ -50,23 +50,23 @@ class Dpo(Section):
 
 
 class Orpo(Section):
-    """The plain loss on chosen answers and the odds against rejected ones; no reference."""
+    """ORPO: cross-entropy on chosen answers plus an odds-ratio penalty on rejected ones; no reference."""
 
     type: Literal["orpo"] = Field(default="orpo", description="learn chosen answers, against rejected ones")
     beta: Positive = Field(default=0.1, description="weight of the odds ratio")
 
 
 class Kto(Section):
-    """Answers that are wanted or not, one by one, against a reference."""
+    """KTO: single answers labelled desirable or not, against a reference."""
 
     type: Literal["kto"] = Field(default="kto", description="learn from answers that are wanted or not")
     beta: Positive = Field(default=0.1, description="how closely the reference is kept to")
-    desirable: Positive = Field(default=1.0, description="weight of wanted answers")
-    undesirable: Positive = Field(default=1.0, description="weight of unwanted ones")
+    desirable_weight: Positive = Field(default=1.0, description="weight of wanted answers")
+    undesirable_weight: Positive = Field(default=1.0, description="weight of unwanted ones")
 
 
 class Distill(Section):
-    """Match a teacher's predictions."""
+    """Distillation: match a teacher's predictions."""
 
     type: Literal["distill"] = Field(default="distill", description="match a teacher's predictions")
     teacher: str = Field(min_length=1, description="hub id or folder of a model with the same tokenizer")
@@ -76,7 +76,7 @@ class Distill(Section):
     cache: bool = Field(default=False, description="ask the teacher once and store its top_k; needs top_k")
 
     @model_validator(mode="after")
-    def _has_what_to_store(self) -> Distill:
+    def _check_store(self) -> Distill:
         if self.cache and self.top_k is None:
             problem = "stores the teacher's likeliest tokens, but top_k does not say how many"
             raise Clash("cache", problem, "set top_k, for example 64, or leave cache out")

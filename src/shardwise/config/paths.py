@@ -1,4 +1,4 @@
-"""Values by dotted path, as overrides and tables of settings name them."""
+"""Access to nested values by dotted path, as overrides and tables of settings name them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def place(values: dict[str, Any], path: str, value: Any) -> None:
-    """Puts a value at a dotted path, making the dicts on the way."""
+    """Sets a value at a dotted path, creating the dicts on the way."""
     *parents, leaf = path.split(".")
     for part in parents:
         inner = values.get(part)
@@ -16,7 +16,7 @@ def place(values: dict[str, Any], path: str, value: Any) -> None:
 
 
 def flatten(value: Any, prefix: str = "") -> list[tuple[str, Any]]:
-    """Dotted paths and their values; lists of sections are opened, other lists are values."""
+    """Dotted paths with their values; lists of sections are expanded, other lists are values."""
     if isinstance(value, dict) and value:
         return [item for key, inner in value.items() for item in flatten(inner, f"{prefix}.{key}" if prefix else key)]
     if isinstance(value, list) and value and isinstance(value[0], dict):

@@ -1,8 +1,8 @@
-"""Answers every `auto` and makes the checks that need the machine or the model, before any process starts.
+"""Resolves every `auto` and makes the checks that need the machine or the model, before any process starts.
 
-What settings do not combine is in the table of `compat`, which is asked here.
+Settings that do not combine are in the table of `config/combinations`, which is checked here.
 
-The result is a Run without open questions, and for each answer the reason that is printed.
+The result is a fully resolved Run, with the reason for each resolved value.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ TOKENS_PER_FORWARD = {"cuda": 8192, "cpu": 2048}
 
 @dataclass
 class Resolution:
-    """A run and the reasons for what was filled in, by dotted path."""
+    """A run and the reasons for resolved values, by dotted path."""
 
     run: Run
     reasons: dict[str, str] = field(default_factory=dict)
 
     def put(self, path: str, value: Any, reason: str | None) -> None:
-        """Sets one value; what is usual needs no reason."""
+        """Sets one value; None as reason if it needs no explanation."""
         values = self.run.model_dump()
         place(values, path, value)
         self.run = Run.model_validate(values)
@@ -56,7 +56,7 @@ class Resolution:
 
 @dataclass(frozen=True)
 class Machine:
-    """What a run is resolved for: GPUs of a host, what they compute in, and the ranks of the whole run, if known."""
+    """The machine a run is resolved for: GPUs per host, supported dtypes, and the run's total ranks, if known."""
 
     gpus: int
     bf16: bool = True
@@ -66,7 +66,7 @@ class Machine:
 
 
 def this_machine() -> Machine:
-    """What there is here."""
+    """Detects the machine this process runs on."""
     import torch
 
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -75,16 +75,17 @@ def this_machine() -> Machine:
 
 
 def _can_compile() -> bool:
-    """Whether there is what compiled blocks need: Triton, a GPU for it, and a C compiler for what starts them."""
+    """Whether compiled blocks are possible: Triton, a GPU for it, and a C compiler for its launchers."""
     from shardwise.core.compat.torch_private import has_triton
 
-    named = (os.environ.get("CC"), "gcc", "clang", "cc")
-    return bool(has_triton()) and any(name is not None and shutil.which(name) for name in named)
+    compilers = (os.environ.get("CC"), "gcc", "clang", "cc")
+    return bool(has_triton()) and any(name is not None and shutil.which(name) for name in compilers)
 
 
 def resolve_machine(run: Run, machine: Machine | None = None) -> Resolution:
-    """Device, ranks, back end, precision and micro-batch: what depends on the machine and not on model or data."""
-    machine, result = machine or this_machine(), Resolution(run)
+    """Resolves device, ranks, backend, precision and micro-batch, which depend on the machine alone."""
+    machine = machine or this_machine()
+    result = Resolution(run)
     gpus = machine.gpus
     if run.device == "cuda" and not gpus:
         raise UserError(
@@ -100,7 +101,8 @@ def resolve_machine(run: Run, machine: Machine | None = None) -> Resolution:
         ranks = _resolve_ranks(result, gpus)
         _resolve_backend(result, gpus, ranks)
     else:
-        ranks, backend = machine.ranks, "nccl" if result.run.device == "cuda" else "gloo"
+        ranks = machine.ranks
+        backend = "nccl" if result.run.device == "cuda" else "gloo"
         result.put("ranks", ranks, "of the machine that is planned for")
         result.put("backend", backend, f"device is {result.run.device}")
     _resolve_precision(result, machine)
@@ -115,12 +117,12 @@ def resolve_machine(run: Run, machine: Machine | None = None) -> Resolution:
 
 
 def world_size(run: Run) -> int:
-    """Ranks of the whole run: torchrun's count where it started us, else this host's."""
+    """Total ranks of the run: torchrun's count if it started us, else this host's."""
     return _launched("WORLD_SIZE") if "WORLD_SIZE" in os.environ else int(run.ranks)
 
 
 def _launched(name: str) -> int:
-    """A count that torchrun (or another launcher) left in the environment."""
+    """A count from the environment of torchrun or another launcher."""
     text = os.environ[name]
     if not text.isdecimal() or int(text) < 1:
         raise UserError(
@@ -191,32 +193,33 @@ def _resolve_precision(result: Resolution, machine: Machine) -> None:
 
 
 def compile_here(run: Run, machine: Machine) -> tuple[bool, str | None]:
-    """Whether a run's blocks are compiled where that is left open, and why."""
+    """Whether to compile the run's blocks if that is not set, and why."""
     if run.device != "cuda":
         return False, None
     if not machine.compiles:
         return False, "Triton or a C compiler is missing here"
     if run.train.steps is not None and run.train.steps < WORTH_COMPILING:
         return False, f"it would not pay within {run.train.steps} steps"
-    found = clashes(run.model_copy(update={"compile": True}))
-    if clash := next((one for one in found if one.field == "compile"), None):
+    conflicts = clashes(run.model_copy(update={"compile": True}))
+    if clash := next((conflict for conflict in conflicts if conflict.field == "compile"), None):
         return False, f"it {clash.problem}"
     return True, "norms and activations are fused; the first step takes longer"
 
 
 def _resolve_masters(result: Resolution, ranks: int) -> None:
-    run, parallel = result.run, result.run.parallel
-    if run.train.masters != "auto":
+    run = result.run
+    parallel = result.run.parallel
+    if run.train.master_weights != "auto":
         return
-    split = run.model_copy(update={"train": run.train.model_copy(update={"masters": "split"})})
-    plus = parallel.quantize_weights or parallel.quantize_gradients or parallel.secondary_shard is not None
+    split = run.model_copy(update={"train": run.train.model_copy(update={"master_weights": "split"})})
+    plus = parallel.quantize_weights or parallel.quantize_gradients or parallel.hpz_size is not None
     alone = ranks == 1 and parallel.zero < 3 and not plus and parallel.bucket in (None, "auto")
     if run.precision == "bf16" and run.offload.optimizer != "none":
-        result.put("train.masters", "split", "states that leave the device take half of the fp32 weights along")
+        result.put("train.master_weights", "split", "states that leave the device take half of the fp32 weights along")
     elif run.device == "cuda" and alone and not clashes(split):
-        result.put("train.masters", "split", "on one GPU the same numbers in less memory and time")
+        result.put("train.master_weights", "split", "on one GPU the same numbers in less memory and time")
     else:
-        result.put("train.masters", "fp32", None)
+        result.put("train.master_weights", "fp32", None)
 
 
 def _has_fp8(machine: Machine) -> bool:
@@ -230,18 +233,22 @@ def _has_fp8(machine: Machine) -> bool:
 
 
 def check_parallel(run: Run, ranks: int) -> None:
-    zero, shard, axes = run.parallel.zero, run.parallel.shard, axes_used(run.parallel)
+    zero = run.parallel.zero
+    shard = run.parallel.dp_shard_size
+    axes = axes_used(run.parallel)
     spread = ranks // (run.parallel.pipeline * run.parallel.tensor)  # ranks along context hold the same weights
     if spread % shard_size(zero, shard, spread):
-        what = f"{spread} ranks" + (" of a stage and tensor group" if spread < ranks else "")
-        raise UserError("parallel.shard", shard, f"does not divide the {what}", f"use one of {divisors_of(spread)}")
+        group = f"{spread} ranks" + (" of a stage and tensor group" if spread < ranks else "")
+        raise UserError(
+            "parallel.dp_shard_size", shard, f"does not divide the {group}", f"use one of {divisors_of(spread)}"
+        )
     if run.recompute_group > 1 and ranks > 1:
         raise UserError(
             "recompute_group", run.recompute_group, f"is for one GPU yet, not for {ranks} ranks", "leave it out"
         )
     check_secondary(run.parallel, ranks)
-    if run.parallel.reduce == "bf16" and spread == 1:
-        raise UserError("parallel.reduce", "bf16", "gradients are added up over no ranks", "leave it out")
+    if run.parallel.reduce_dtype == "bf16" and spread == 1:
+        raise UserError("parallel.reduce_dtype", "bf16", "gradients are added up over no ranks", "leave it out")
     if run.fp8.gather == "fp8" and shard_size(zero, shard, spread) == 1:
         raise UserError(
             "fp8.gather", "fp8", "every rank has the weights whole: there is nothing to gather", "leave it out"
@@ -262,50 +269,53 @@ def check_parallel(run: Run, ranks: int) -> None:
 
 
 def check_secondary(parallel: Parallel, ranks: int) -> None:
-    """hpZ's second copy must divide evenly what the first one does."""
-    secondary = parallel.secondary_shard
+    """Checks that hpZ's secondary shards divide the primary ones evenly."""
+    secondary = parallel.hpz_size
     if secondary is None:
         return
-    group = shard_size(parallel.zero, parallel.shard, ranks)
+    group = shard_size(parallel.zero, parallel.dp_shard_size, ranks)
     divisors = divisors_of(group)
     if secondary not in divisors:
-        whole = f"group of {group} ranks that the parameters are divided over"
-        problem = f"is larger than the {whole}" if secondary > group else f"does not divide the {whole}"
+        group_name = f"group of {group} ranks that the parameters are divided over"
+        problem = f"is larger than the {group_name}" if secondary > group else f"does not divide the {group_name}"
         useful = divisors[1:-1]  # 1 would keep all of it on every rank, and the whole group saves nothing
         remedy = f"use one of {useful}, or leave it out" if useful else "leave it out: there are no parts to keep it in"
         remedy += "; on several hosts, start it under torchrun on all of them" * (secondary > group)
-        raise UserError("parallel.secondary_shard", secondary, problem, remedy)
+        raise UserError("parallel.hpz_size", secondary, problem, remedy)
 
 
 def _resolve_micro_batch(result: Resolution, ranks: int) -> None:
     run = result.run
     if run.train.micro_batch_size != "auto":
         return
-    per_rank, budget = run.train.batch_size // data_ranks(run.parallel, ranks), TOKENS_PER_FORWARD[run.device]
+    per_rank = run.train.batch_size // data_ranks(run.parallel, ranks)
+    budget = TOKENS_PER_FORWARD[run.device]
     fits = [d for d in divisors_of(per_rank) if d * run.data.sequence_length <= budget] or [1]
-    reason, wanted = f"at most {budget} tokens per forward on {run.device}", FULL * run.parallel.pipeline
-    if run.parallel.pipeline > 1 and per_rank // max(fits) < wanted:  # stages wait for one another
-        fits = [d for d in fits if per_rank // d >= wanted] or [1]
+    reason = f"at most {budget} tokens per forward on {run.device}"
+    needed = FULL * run.parallel.pipeline
+    if run.parallel.pipeline > 1 and per_rank // max(fits) < needed:  # stages wait for one another
+        fits = [d for d in fits if per_rank // d >= needed] or [1]
         reason = f"{per_rank // max(fits)} micro-batches for {run.parallel.pipeline} stages to work on"
     result.put("train.micro_batch_size", max(fits), reason)
 
 
 def task_wanted(run: Run) -> Task | None:
-    """The class of model that the objective asks for; None where the model's own class decides."""
+    """The model class that the objective requires; None if the model's own class decides."""
     return None if run.objective == "auto" else TASKS.get(run.objective.type, "causal")
 
 
 def purpose_of(run: Run) -> Purpose:
-    """What the rows of a run with a resolved objective become."""
+    """What the rows of a run with a resolved objective are used for."""
     assert run.objective != "auto"
     return PURPOSES[run.objective.type]
 
 
 def resolve_objective(result: Resolution, task: Task) -> None:
-    """What the model's class is for, where the run does not say; rows that cannot be packed are not."""
+    """Sets the objective from the model's class if the run has none; disables packing where impossible."""
     if result.run.objective == "auto":
         result.put("objective", {"type": task}, "what the model's class is for")
-    purpose, data = purpose_of(result.run), result.run.data
+    purpose = purpose_of(result.run)
+    data = result.run.data
     if data.packing and purpose in ("seq2seq", "masked", "classify"):
         result.put("data.packing", False, f"{purpose} rows are read one at a time")
     first_clash(result.run, objective_only=True)
@@ -313,7 +323,7 @@ def resolve_objective(result: Resolution, task: Task) -> None:
 
 
 def check_samples(run: Run, purpose: str) -> None:
-    """Samples need a model that writes from left to right, whole on each rank or sharded by ZeRO."""
+    """Checks that samples can be generated: a causal model, replicated or sharded by ZeRO."""
     if run.log.samples is None:
         return
     if purpose in ("seq2seq", "masked", "classify"):
@@ -326,7 +336,7 @@ def check_samples(run: Run, purpose: str) -> None:
 
 
 def resolve_model(result: Resolution, config: Any) -> None:
-    """Checks the sequence length against what the model was made for."""
+    """Checks the sequence length against the model's maximum."""
     limit = getattr(config.get_text_config(), "max_position_embeddings", None)
     if limit and config.model_type in COUNTED_FROM_PADDING:
         limit -= config.pad_token_id + 1
@@ -337,23 +347,23 @@ def resolve_model(result: Resolution, config: Any) -> None:
         check_model_axes(result.run, config, world_size(result.run))
 
 
-def resolve_steps(result: Resolution, epochs: float, steps: int, how: str) -> None:
-    """Fills in the steps of so many epochs, once the data are packed; fewer that were asked for stay."""
-    asked = result.run.train.steps
-    if asked is None or asked > steps:
-        sooner = "" if asked is None else f"; they end before step {asked}, which train.steps allows"
-        result.put("train.steps", steps, f"{how}{sooner}")
+def resolve_steps(result: Resolution, epochs: float, steps: int, reason: str) -> None:
+    """Sets the number of steps of the epochs, once the data are packed; a lower train.steps is kept."""
+    limit = result.run.train.steps
+    if limit is None or limit > steps:
+        sooner = "" if limit is None else f"; they end before step {limit}, which train.steps allows"
+        result.put("train.steps", steps, f"{reason}{sooner}")
     if result.run.train.epochs is None:
         result.put("train.epochs", epochs, None)
 
 
 def check_room(run: Run, trained: int, frozen: int = 0) -> None:
-    """One checkpoint (fp32 master and two moments) and the exported model must fit on the disk of the output."""
+    """Checks that one checkpoint (fp32 master and two moments) and the exported model fit on the output's disk."""
     existing = Path(run.output).expanduser().absolute()
     while not existing.exists():
         existing = existing.parent
-    whole = run.method.type == "full" or run.export.merged  # frozen parameters are exported too
-    needed = 16 * trained + (4 * frozen if whole else 0)
+    all_parameters = run.method.type == "full" or run.export.merged  # frozen parameters are exported too
+    needed = 16 * trained + (4 * frozen if all_parameters else 0)
     free = shutil.disk_usage(existing).free
     if free < needed:
         problem = f"has {human(free)} free; a checkpoint and the model take {human(needed)}"
@@ -361,7 +371,7 @@ def check_room(run: Run, trained: int, frozen: int = 0) -> None:
 
 
 def check_output(run: Run) -> None:
-    """The output folder must be writable, found by writing: permissions alone do not tell."""
+    """Checks that the output folder is writable, by writing: permissions alone do not show it."""
     _check_writable("output", run.output)
     if run.log.csv is not None:
         _check_writable("log.csv", run.log.csv)
@@ -369,7 +379,7 @@ def check_output(run: Run) -> None:
 
 
 def check_trackers(names: Sequence[str]) -> None:
-    """Their packages must be there before anything starts; none is imported for that."""
+    """Checks that the trackers' packages are installed, without importing them."""
     for name in names:
         if importlib.util.find_spec(name) is None:
             raise UserError("log.trackers", name, "its package is not installed", f'pip install "shardwise[{name}]"')

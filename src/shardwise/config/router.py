@@ -1,4 +1,4 @@
-"""How the routers of a mixture-of-experts model are balanced."""
+"""Settings of router load balancing in mixture-of-experts models."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Coefficient = Literal["auto"] | Annotated[float, Field(ge=0), BeforeValidator(pa
 
 
 class Router(Section):
-    """How the routers of a mixture-of-experts model are balanced; see docs/routers.md."""
+    """Router load balancing in a mixture-of-experts model; see docs/routers.md."""
 
     aux_loss: Coefficient = Field(
         default="auto",

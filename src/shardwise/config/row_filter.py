@@ -1,16 +1,16 @@
-"""The filter of rows: a small language that looks like Python and can do nothing but look at a row.
+"""Row filters: a small expression language with Python's syntax that can only inspect a row.
 
     len(text) > 20 and lang in ["en", "de"] and not contains(lower(messages[-1].content), "as an ai")
 
-Names are columns of the row, `a.b`, `a["b"]` and `a[0]` parts of them; what is not there is None. `row` is the whole
-row (for names that are not words: row["my column"]), `text` everything the example says, `turns` its messages without
-the system prompt, each unless the row has a column of that name. Literals, lists, comparisons (`is None` too),
+Names are columns of the row, `a.b`, `a["b"]` and `a[0]` parts of them; missing ones are None. `row` is the full row
+(for names that are not identifiers: row["my column"]), `text` the example's full text, `turns` its number of messages
+without the system prompt, each unless the row has a column of that name. Literals, lists, comparisons (`is None` too),
 and/or/not, in, + - * / // %, the functions of row_filter_operations.py, and any/all over `… for x in a_list`.
 
-The text is parsed into a tree of Python's grammar and every node that is not known is refused when the config is
-loaded, with its place; nothing is ever evaluated by Python itself. [Note: bounded] What a filter may cost is bounded:
-its size and depth, no powers, no repeated text, steps per row, and a time limit for patterns. A comparison that makes
-no sense (text with a number: the columns of a CSV file are text) makes the row a bad one rather than false.
+The text is parsed with Python's grammar and every unknown node is rejected when the config is loaded, with its
+position; nothing is ever evaluated by Python itself. [Note: bounded] The cost of a filter is bounded: its size and
+depth, no powers, no repeated text, steps per row, and a time limit for patterns. A meaningless comparison (text with a
+number: the columns of a CSV file are text) makes the row a bad one rather than false.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ FIELD = "data.refine.filter"
 
 @dataclass
 class _Scope:
-    """One row while it is looked at."""
+    """The row being evaluated."""
 
     row: Mapping[str, Any]
     say: Callable[[], str]  # everything the example says
@@ -65,21 +65,24 @@ Step = Callable[[_Scope], Any]
 
 
 class _Refused(Exception):
-    """A mistake in the filter itself."""
+    """An error in the filter itself."""
 
     def __init__(self, node: ast.AST, problem: str, remedy: str) -> None:
-        self.node, self.problem, self.remedy = node, problem, remedy
+        self.node = node
+        self.problem = problem
+        self.remedy = remedy
 
 
 class RowFilter:
-    """A filter that has been checked; `keeps` says whether a row stays."""
+    """A validated filter; `keeps` says whether a row is kept."""
 
     def __init__(self, text: str, field: str = FIELD) -> None:
         self.text, self.field = text, field
         self._lead = len(text) - len(text.lstrip())
         self._source = text.strip()
         if "\n" in self._source:  # lines need a bracket around them to be one expression
-            self._source, self._lead = f"({self._source}\n)", self._lead - 1
+            self._source = f"({self._source}\n)"
+            self._lead -= 1
         tree = self._parse()
         try:
             builder = _Builder(self._source)
@@ -93,7 +96,7 @@ class RowFilter:
         return type(self), (self.text, self.field)
 
     def keeps(self, row: Any, say: Callable[[], str], count_turns: Callable[[], int]) -> bool:
-        """Whether the row stays; raises Undecided. `say` and `count_turns` answer for `text` and `turns`."""
+        """Whether the row is kept; raises Undecided. `say` and `count_turns` compute `text` and `turns`."""
         scope = _Scope(row if isinstance(row, Mapping) else {}, say, count_turns)
         try:
             value = self._step(scope)
@@ -106,22 +109,21 @@ class RowFilter:
         return bool(value)
 
     def check_columns(self, rows: Iterable[Any], path: str) -> list[str]:
-        """A name that none of the first rows has is a slip (it would be None for ever), unless the filter asks for it.
+        """Raises UserError for a name that none of the first rows has, unless the filter tests it for None.
 
-        Gives the names that are missing and may be.
+        Returns the names that are missing legitimately.
         """
-        there: set[str] = set()
+        columns: set[str] = set()
         for row in rows:
-            there |= set(map(str, row)) if isinstance(row, Mapping) else set()
-        missing = sorted(self.columns - there)
+            columns |= set(map(str, row)) if isinstance(row, Mapping) else set()
+        missing = sorted(self.columns - columns)
         for name in missing:
             if name in self.guarded:
                 continue
-            near = difflib.get_close_matches(name, there, 1)
-            known = f"did you mean {near[0]}? " if near else ""
-            remedy = (
-                f"{known}its columns are {', '.join(sorted(there)[:20]) or 'none, use text'}; where only some sources "
-            )
+            near = difflib.get_close_matches(name, columns, 1)
+            hint = f"did you mean {near[0]}? " if near else ""
+            listed = ", ".join(sorted(columns)[:20]) or "none, use text"
+            remedy = f"{hint}its columns are {listed}; where only some sources "
             remedy += f"have it, say what becomes of the others: {name} is None or … keeps their rows"
             problem = f"no row at the beginning of {path} has a column {name}"
             raise UserError(self.field, self.text, problem, remedy)
@@ -156,7 +158,7 @@ class RowFilter:
         return UserError(self.field, self.text, f"{problem}{where}", remedy)
 
     def _place(self, node: ast.AST) -> int:
-        """Character of the filter, from 1, at which a node begins (Python counts bytes of the line)."""
+        """Character position of a node in the filter, from 1 (Python counts bytes of the line)."""
         lines = self._source.split("\n")
         line, column = getattr(node, "lineno", 1) - 1, getattr(node, "col_offset", 0)
         begin = sum(len(before) + 1 for before in lines[:line]) + self._lead
@@ -164,7 +166,7 @@ class RowFilter:
 
 
 class _Builder:
-    """Turns a tree into functions of the row, refusing what is not in the language."""
+    """Compiles the syntax tree into functions of the row; rejects what is not in the language."""
 
     def __init__(self, source: str) -> None:
         self.source = source
@@ -173,27 +175,29 @@ class _Builder:
         self.bound: list[str] = []
 
     def build(self, node: ast.expr) -> Step:
-        """The function of one node."""
+        """Compiles one node."""
         make = getattr(self, f"_{type(node).__name__.lower()}", None)
         if make is None:
-            raise _Refused(node, f"{self._said(node)} is not allowed", "see the filter's language in the documentation")
+            raise _Refused(
+                node, f"{self._source_of(node)} is not allowed", "see the filter's language in the documentation"
+            )
         step: Step = make(node)
         return step
 
-    def _said(self, node: ast.AST) -> str:
+    def _source_of(self, node: ast.AST) -> str:
         text = ast.get_source_segment(self.source, node) or type(node).__name__
         return f"`{text if len(text) <= 40 else text[:39] + '…'}`"
 
     def _constant(self, node: ast.Constant) -> Step:
         value = node.value
         if not (value is None or isinstance(value, (str, int, float))):
-            raise _Refused(node, f"{self._said(node)} is not allowed", "use text, numbers, True, False and None")
+            raise _Refused(node, f"{self._source_of(node)} is not allowed", "use text, numbers, True, False and None")
         return lambda _: value
 
     def _name(self, node: ast.Name) -> Step:
         name = node.id
-        if (meant := {"true": "True", "false": "False", "null": "None", "none": "None"}.get(name)) is not None:
-            raise _Refused(node, f"{name} would be a column", f'write {meant} (or row["{name}"])')
+        if (literal := {"true": "True", "false": "False", "null": "None", "none": "None"}.get(name)) is not None:
+            raise _Refused(node, f"{name} would be a column", f'write {literal} (or row["{name}"])')
         if name in self.bound:
             return lambda scope: scope.bound[name]
         self.columns.add(name)
@@ -211,18 +215,19 @@ class _Builder:
         return self._part(node.value, self.build(node.slice))
 
     def _part(self, node: ast.expr, key: Step) -> Step:
-        whole, said = self.build(node), self._said(node)
+        container, source = self.build(node), self._source_of(node)
 
         def step(scope: _Scope) -> Any:
-            value, wanted = whole(scope), key(scope)
+            value = container(scope)
+            index = key(scope)
             if value is None:
                 return None
             if isinstance(value, Mapping):
-                return value.get(wanted) if isinstance(wanted, (str, int, float)) else None
-            if not isinstance(value, (list, tuple)) or not isinstance(wanted, int) or isinstance(wanted, bool):
+                return value.get(index) if isinstance(index, (str, int, float)) else None
+            if not isinstance(value, (list, tuple)) or not isinstance(index, int) or isinstance(index, bool):
                 remedy = "a list has parts by number, a mapping by name"
-                raise Undecided(f"{said} is {kind_of(value)} and has no part {str(wanted)[:40]!r}", remedy)
-            return value[wanted] if -len(value) <= wanted < len(value) else None
+                raise Undecided(f"{source} is {kind_of(value)} and has no part {str(index)[:40]!r}", remedy)
+            return value[index] if -len(value) <= index < len(value) else None
 
         return step
 
@@ -233,7 +238,8 @@ class _Builder:
     _tuple = _list
 
     def _boolop(self, node: ast.BoolOp) -> Step:
-        steps, stop = [self.build(value) for value in node.values], isinstance(node.op, ast.Or)
+        steps = [self.build(value) for value in node.values]
+        stop = isinstance(node.op, ast.Or)
 
         def step(scope: _Scope) -> Any:
             value = None
@@ -246,21 +252,21 @@ class _Builder:
         return step
 
     def _unaryop(self, node: ast.UnaryOp) -> Step:
-        inner, said = self.build(node.operand), self._said(node.operand)
+        inner, source = self.build(node.operand), self._source_of(node.operand)
         if isinstance(node.op, ast.Not):
             return lambda scope: not inner(scope)
         if isinstance(node.op, ast.USub):
-            return lambda scope: -as_number(inner(scope), said)
+            return lambda scope: -as_number(inner(scope), source)
         if isinstance(node.op, ast.UAdd):
-            return lambda scope: as_number(inner(scope), said)
+            return lambda scope: as_number(inner(scope), source)
         raise _Refused(node, "~ is not allowed", "use not")
 
     def _binop(self, node: ast.BinOp) -> Step:
         act = ARITHMETIC.get(type(node.op))
         if act is None:
-            raise _Refused(node, f"{self._said(node)} is not allowed", "of operators there are + - * / // %")
+            raise _Refused(node, f"{self._source_of(node)} is not allowed", "of operators there are + - * / // %")
         left, right = self.build(node.left), self.build(node.right)
-        first, second = self._said(node.left), self._said(node.right)
+        first, second = self._source_of(node.left), self._source_of(node.right)
         joins = isinstance(node.op, ast.Add)
 
         def step(scope: _Scope) -> Any:
@@ -273,7 +279,8 @@ class _Builder:
 
     def _compare(self, node: ast.Compare) -> Step:
         nodes = [node.left, *node.comparators]
-        steps, said = [self.build(n) for n in nodes], [self._said(n) for n in nodes]
+        steps = [self.build(n) for n in nodes]
+        sources = [self._source_of(n) for n in nodes]
         tests: list[Callable[[Any, Any, str, str], bool]] = []
         for op, right in zip(node.ops, node.comparators, strict=True):
             if isinstance(op, (ast.Is, ast.IsNot)) and not (
@@ -288,7 +295,7 @@ class _Builder:
             left = steps[0](scope)
             for index, test in enumerate(tests):
                 right = steps[index + 1](scope)
-                if not test(left, right, said[index], said[index + 1]):
+                if not test(left, right, sources[index], sources[index + 1]):
                     return False
                 left = right
             return True
@@ -297,10 +304,12 @@ class _Builder:
 
     def _call(self, node: ast.Call) -> Step:
         if isinstance(node.func, ast.Attribute):
-            problem = f"{self._said(node.func)} is a part of a row, not a function"
-            raise _Refused(node.func, problem, f"write {node.func.attr}({self._said(node.func.value).strip('`')}, …)")
+            problem = f"{self._source_of(node.func)} is a part of a row, not a function"
+            raise _Refused(
+                node.func, problem, f"write {node.func.attr}({self._source_of(node.func.value).strip('`')}, …)"
+            )
         if not isinstance(node.func, ast.Name):
-            raise _Refused(node.func, f"{self._said(node.func)} is not a function", f"there are {_known()}")
+            raise _Refused(node.func, f"{self._source_of(node.func)} is not a function", f"there are {_known()}")
         name = node.func.id
         if name not in FUNCTIONS and name not in ("any", "all", "matches"):
             near = difflib.get_close_matches(name, [*FUNCTIONS, "any", "all", "matches"], 1)
@@ -311,33 +320,34 @@ class _Builder:
         if name == "matches":
             return self._matches(node)
         if name in ("any", "all"):
-            return self._over(node, name)
-        least, most, act = FUNCTIONS[name]
-        if not least <= len(node.args) <= most:
-            takes = str(least) if least == most else f"{least} or more"
+            return self._any_or_all(node, name)
+        least, limit, act = FUNCTIONS[name]
+        if not least <= len(node.args) <= limit:
+            takes = str(least) if least == limit else f"{least} or more"
             raise _Refused(node, f"{name} takes {takes} argument{'s' * (takes != '1')}", f"{len(node.args)} are given")
-        steps, said = [self.build(arg) for arg in node.args], self._said(node.args[0])
+        steps = [self.build(arg) for arg in node.args]
+        source = self._source_of(node.args[0])
 
         def step(scope: _Scope) -> Any:
             values = [part(scope) for part in steps]
             try:
                 return act(*values)
             except TypeError:
-                remedy = f"guard it, e.g. {said.strip('`')} is not None and …" if values[0] is None else "convert it"
+                remedy = f"guard it, e.g. {source.strip('`')} is not None and …" if values[0] is None else "convert it"
                 kinds = ", ".join(map(kind_of, values))
-                raise Undecided(f"{name}({said}{', …' * (len(values) > 1)}) was given {kinds}", remedy) from None
+                raise Undecided(f"{name}({source}{', …' * (len(values) > 1)}) was given {kinds}", remedy) from None
 
         return step
 
-    def _over(self, node: ast.Call, name: str) -> Step:
-        """any and all: of a list, or of `test for x in list`."""
+    def _any_or_all(self, node: ast.Call, name: str) -> Step:
+        """Compiles any and all, of a list or of `test for x in list`."""
         if len(node.args) != 1:
             raise _Refused(node, f"{name} takes one argument", f"write {name}(x > 1 for x in scores)")
         stop = name == "any"
         if not isinstance(node.args[0], (ast.GeneratorExp, ast.ListComp)):
-            inner, said = self.build(node.args[0]), self._said(node.args[0])
+            inner, source = self.build(node.args[0]), self._source_of(node.args[0])
             return lambda scope: (
-                any(map(bool, as_list(inner(scope), said))) if stop else all(as_list(inner(scope), said))
+                any(map(bool, as_list(inner(scope), source))) if stop else all(as_list(inner(scope), source))
             )
         inner_node, loops = node.args[0].elt, node.args[0].generators
         if len(loops) != 1 or loops[0].ifs or loops[0].is_async or not isinstance(loops[0].target, ast.Name):
@@ -345,7 +355,7 @@ class _Builder:
                 node.args[0], "only `test for x in list` is allowed", "put conditions into the test with and"
             )
         target = loops[0].target.id
-        items, said = self.build(loops[0].iter), self._said(loops[0].iter)
+        items, source = self.build(loops[0].iter), self._source_of(loops[0].iter)
         self.bound.append(target)
         test = self.build(inner_node)
         self.bound.pop()
@@ -353,7 +363,7 @@ class _Builder:
         def step(scope: _Scope) -> bool:
             outer = scope.bound
             try:
-                for item in as_list(items(scope), said):
+                for item in as_list(items(scope), source):
                     scope.steps += 1
                     if scope.steps > STEPS:
                         raise Undecided(f"the filter takes more than {STEPS} steps on this row", "simplify it")
@@ -367,7 +377,7 @@ class _Builder:
         return step
 
     def _matches(self, node: ast.Call) -> Step:
-        """matches(text, pattern): the pattern, found anywhere in the text, within a time limit."""
+        """Compiles matches(text, pattern): a regular-expression search with a time limit."""
         import regex  # unlike re it can be stopped
 
         pattern = node.args[1] if len(node.args) == 2 else None
@@ -387,17 +397,17 @@ class _Builder:
                 compiled = regex.compile(pattern.value)
         except (regex.error, ValueError, OverflowError, RecursionError, KeyError, IndexError) as error:
             raise _Refused(pattern, f"is not a pattern ({error})", "mend it, or escape its signs with \\") from None
-        inner, said = self.build(node.args[0]), self._said(node.args[0])
+        inner, source = self.build(node.args[0]), self._source_of(node.args[0])
 
         def step(scope: _Scope) -> bool:
-            value = as_text(inner(scope), said)
+            value = as_text(inner(scope), source)
             begin = time.process_time()
             try:
-                found = compiled.search(value, timeout=max(scope.seconds, 0.001)) is not None
+                matched = compiled.search(value, timeout=max(scope.seconds, 0.001)) is not None
                 scope.seconds -= time.process_time() - begin
-                return found
+                return matched
             except TimeoutError:
-                problem = f"the pattern of matches({said}, …) takes longer than {SECONDS:g} s on this row"
+                problem = f"the pattern of matches({source}, …) takes longer than {SECONDS:g} s on this row"
                 raise Undecided(problem, "write it without repeats inside repeats") from None
 
         return step

@@ -1,4 +1,4 @@
-"""What the operators and functions of row filters do, and the sentences for values on which they cannot."""
+"""Operators and functions of row filters, and the messages for unsupported values."""
 
 from __future__ import annotations
 
@@ -13,45 +13,45 @@ Number = int | float
 
 
 class Undecided(Exception):
-    """A row on which the filter cannot be evaluated."""
+    """The filter cannot be evaluated on this row."""
 
     def __init__(self, problem: str, remedy: str) -> None:
         self.problem, self.remedy = problem, remedy
 
 
 def kind_of(value: Any) -> str:
-    """What a value is, for a message."""
+    """Type of a value, for messages."""
     if value is None:
         return "None (missing)"
     kinds = {bool: "true or false", str: "text", int: "a number", float: "a number", list: "a list", tuple: "a list"}
     return kinds.get(type(value), "a mapping" if isinstance(value, Mapping) else f"a {type(value).__name__}")
 
 
-def as_number(value: Any, said: str) -> Number:
+def as_number(value: Any, source: str) -> Number:
     if isinstance(value, (int, float)):
         return value
-    remedy = f"write float({said.strip('`')})" if isinstance(value, str) else "guard it, e.g. x is not None and …"
-    raise Undecided(f"{said} is {kind_of(value)}, not a number", remedy)
+    remedy = f"write float({source.strip('`')})" if isinstance(value, str) else "guard it, e.g. x is not None and …"
+    raise Undecided(f"{source} is {kind_of(value)}, not a number", remedy)
 
 
-def as_text(value: Any, said: str) -> str:
+def as_text(value: Any, source: str) -> str:
     if isinstance(value, str):
         return value
-    remedy = "guard it, e.g. x is not None and …" if value is None else f"write str({said.strip('`')})"
-    raise Undecided(f"{said} is {kind_of(value)}, not text", remedy)
+    remedy = "guard it, e.g. x is not None and …" if value is None else f"write str({source.strip('`')})"
+    raise Undecided(f"{source} is {kind_of(value)}, not text", remedy)
 
 
-def as_list(value: Any, said: str) -> list[Any] | tuple[Any, ...]:
+def as_list(value: Any, source: str) -> list[Any] | tuple[Any, ...]:
     if isinstance(value, (list, tuple)):
         return value
-    raise Undecided(f"{said} is {kind_of(value)}, not a list", "any and all look at lists")
+    raise Undecided(f"{source} is {kind_of(value)}, not a list", "any and all look at lists")
 
 
 def equal(left: Any, right: Any, first: str, second: str) -> bool:
-    for text, number, said in ((left, right, first), (right, left, second)):
+    for text, number, source in ((left, right, first), (right, left, second)):
         if isinstance(text, str) and isinstance(number, (int, float)):
             problem = f"{first} == {second} compares {kind_of(left)} with {kind_of(right)}, which is never equal"
-            raise Undecided(problem, f"write float({said.strip('`')}), or put the number in quotes")
+            raise Undecided(problem, f"write float({source.strip('`')}), or put the number in quotes")
     return bool(left == right)
 
 
@@ -110,12 +110,12 @@ def _absolute(value: Any) -> Number:
     return abs(value)
 
 
-def _contains(whole: Any, part: Any) -> bool:
-    if isinstance(whole, str) and not isinstance(part, str):
+def _contains(container: Any, part: Any) -> bool:
+    if isinstance(container, str) and not isinstance(part, str):
         raise TypeError
-    if not isinstance(whole, (str, list, tuple)):
+    if not isinstance(container, (str, list, tuple)):
         raise TypeError
-    return part in whole
+    return part in container
 
 
 ARITHMETIC: dict[type[ast.operator], Callable[[Any, Any], Any]] = {

@@ -1,7 +1,7 @@
-"""Every setting of a run: frozen, complete, and strict, so that a typo is found before any process starts.
+"""All settings of a run: frozen, complete, and strict, so that a typo is found before any process starts.
 
-Only what works is here: a key that had no effect would be worse than an error. Values of `auto` are answered
-by `resolve.py` once the machine, the model and the data are known.
+Every setting has an effect: one that had none would be worse than an error. Values of `auto` are resolved by
+`resolve.py` once the machine, the model and the data are known.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
 from shardwise.config.combinations import check_section
-from shardwise.config.diloco import ApartOrNot
+from shardwise.config.diloco import OptionalDiLoCo
 from shardwise.config.log import Log
 from shardwise.config.methods import Full, Method, Patterns
 from shardwise.config.metrics import Best, Metric, StopEarly
@@ -38,7 +38,7 @@ from shardwise.core.errors import UserError
 
 
 class Model(Section):
-    """What to train: pretrained weights by name, or a fresh model from a configuration."""
+    """The model to train: pretrained weights by name, or a new model from a configuration."""
 
     name: str | None = Field(
         default=None, description="hub id, folder, .gguf file, or the embedded smollm2-135m-instruct"
@@ -76,7 +76,7 @@ def _model(value: Any) -> Any:
 
 
 class Source(Section):
-    """One set of examples."""
+    """A data source."""
 
     path: str = Field(description="file, folder, glob, saved dataset, or hub id (hf:owner/name)", min_length=1)
     name: str | None = Field(default=None, description="of its loss curve; default: from the path")
@@ -116,7 +116,7 @@ def _sources(value: Any) -> Any:
 
 
 def _eval(value: Any) -> Any:
-    """A share ("2%", 0.02) as a float, or sources."""
+    """A fraction ("2%", 0.02) as a float, or a list of sources."""
     if isinstance(value, (int, float)) or (isinstance(value, str) and is_quantity(value)):
         share = float(parse_share(value))
         if not 0 <= share < 1:
@@ -139,7 +139,7 @@ ShareOrSources = Annotated[
 
 
 class Refine(Section):
-    """Rows that are left out before training; each is written to a file with its reason."""
+    """Row filters applied before training; every dropped row is written to a file with its reason."""
 
     min_tokens: Whole = Field(default=0, ge=0, description="shorter rows are left out")
     max_tokens: Count | None = Field(default=None, description="longer rows are left out")
@@ -157,7 +157,7 @@ class Refine(Section):
     )
 
     @model_validator(mode="after")
-    def _sensible(self) -> Refine:
+    def _check_bounds(self) -> Refine:
         if self.max_tokens is not None and self.max_tokens < self.min_tokens:
             raise Clash("max_tokens", f"is below min_tokens = {self.min_tokens}", "no row would be left; raise it")
         if self.similarity != 0.8 and self.duplicates != "near":
@@ -174,7 +174,7 @@ class Refine(Section):
 
 
 class Data(Section):
-    """What to learn from."""
+    """The training and evaluation data."""
 
     train: Sources = Field(description="a path, or a list of paths and sources")
     eval: ShareOrSources = Field(
@@ -205,19 +205,28 @@ class Data(Section):
 
     @property
     def eval_sources(self) -> tuple[Source, ...]:
-        """The sources that are only for evaluation; none where a share is held out."""
+        """Sources used only for evaluation; empty if a fraction is held out."""
         return () if isinstance(self.eval, float) else self.eval
 
     @property
     def eval_share(self) -> float:
-        """The share of each training source that is held out; 0 where evaluation has sources of its own."""
+        """Fraction of each training source that is held out; 0 if evaluation has its own sources."""
         return self.eval if isinstance(self.eval, float) else 0.0
 
     @model_validator(mode="after")
-    def _compares_with_something(self) -> Data:
+    def _check_decontaminate(self) -> Data:
         if self.refine.decontaminate and not self.eval_sources:
             problem = "compares with eval sources, but data.eval names none"
             raise Clash("refine.decontaminate", problem, "set data.eval to a path, or remove it")
+        return self
+
+    @model_validator(mode="after")
+    def _check_eval_sources(self) -> Data:
+        for index, source in enumerate(self.eval_sources):
+            for name in ("weight", "epochs"):
+                if getattr(source, name) != Source.model_fields[name].default:
+                    problem = "has no effect: an evaluation reads every row of its sources once"
+                    raise Clash(f"eval.{index}.{name}", problem, "remove it")
         return self
 
 
@@ -226,7 +235,7 @@ Some = Annotated[int, Field(ge=0), BeforeValidator(parse_number)]
 
 
 class Warmup(Section):
-    """What two of DeepSpeed's schedules share: the way up from `warmup_min_lr` to `learning_rate`."""
+    """Warmup shared by two of DeepSpeed's schedules: from `warmup_min_lr` to `learning_rate`."""
 
     type: str
     warmup_min_lr: Number = Field(default=0.0, ge=0, description="rate at the start")
@@ -235,20 +244,20 @@ class Warmup(Section):
 
 
 class WarmupLRSchedule(Warmup):
-    """DeepSpeed's schedule of this name: from `warmup_min_lr` up to `learning_rate`, then constant."""
+    """DeepSpeed's WarmupLR: from `warmup_min_lr` to `learning_rate`, then constant."""
 
     type: Literal["WarmupLR"] = Field(description="which of DeepSpeed's schedules")
 
 
 class WarmupDecayLRSchedule(Warmup):
-    """DeepSpeed's schedule of this name: as WarmupLR, then in a line down to the start's rate."""
+    """DeepSpeed's WarmupDecayLR: as WarmupLR, then linear decay to the initial rate."""
 
     type: Literal["WarmupDecayLR"] = Field(description="which of DeepSpeed's schedules")
     total_num_steps: Count | None = Field(default=None, description="where the decay ends; default: with the run")
 
 
 class WarmupCosineLRSchedule(Section):
-    """DeepSpeed's schedule of this name: shares of `learning_rate`, up and then down in a cosine."""
+    """DeepSpeed's WarmupCosineLR: linear warmup and cosine decay, as fractions of `learning_rate`."""
 
     type: Literal["WarmupCosineLR"] = Field(description="which of DeepSpeed's schedules")
     total_num_steps: Count | None = Field(default=None, description="where the decay ends; default: with the run")
@@ -259,7 +268,7 @@ class WarmupCosineLRSchedule(Section):
 
 
 class OneCycleSchedule(Section):
-    """DeepSpeed's schedule of this name: up to `learning_rate` and back, then a decay; the momentum runs contrary."""
+    """DeepSpeed's OneCycle: up to `learning_rate` and back, then decay; the momentum moves inversely."""
 
     type: Literal["OneCycle"] = Field(description="which of DeepSpeed's schedules")
     cycle_min_lr: Number = Field(gt=0, description="rate at both ends of the cycle, e.g. 1e-5")
@@ -276,7 +285,7 @@ class OneCycleSchedule(Section):
 
 
 class LRRangeTestSchedule(Section):
-    """DeepSpeed's schedule of this name: from `learning_rate` up without end, to find the rate that is too much."""
+    """DeepSpeed's LRRangeTest: increases from `learning_rate` without end, to find the stability limit."""
 
     type: Literal["LRRangeTest"] = Field(description="which of DeepSpeed's schedules")
     lr_range_test_step_size: Count = Field(default=2000, description="steps per unit of growth")
@@ -310,7 +319,7 @@ Schedule = Annotated[
 
 
 class Train(Section):
-    """How to learn."""
+    """Optimizer, schedule and length of the training."""
 
     steps: Count | None = Field(
         default=None, description="optimizer steps, each of a full batch; beside epochs: at most so many"
@@ -332,14 +341,15 @@ class Train(Section):
     optimizer_state: Literal["fp32", "bf16"] = Field(
         default="fp32", description="type of adamw's, lion's and sgd's states; bf16 rounds stochastically"
     )
-    masters: Literal["auto", "fp32", "split"] = Field(
+    master_weights: Literal["auto", "fp32", "split"] = Field(
         default="auto",
         description="the weights that are updated: fp32 = beside bf16 copies; split = bf16 weights, and the rest of "
         "their 32 bits among the optimizer's states (the same numbers, no copies); auto = split if these are offloaded "
         "or there is one GPU",
     )
-    in_backward: bool = Field(
-        default=False, description="update each parameter during backward and free its gradient; needs clip: null"
+    optimizer_in_backward: bool = Field(
+        default=False,
+        description="update each parameter during backward and free its gradient; needs max_grad_norm: null",
     )
     learning_rate: Number = Field(default=2e-5, gt=0, description="peak rate, e.g. 2e-5")
     betas: tuple[Beta, Beta] = Field(
@@ -351,18 +361,18 @@ class Train(Section):
     schedule: Schedule = Field(
         default="cosine",
         description="after warm-up; wsd = warm-up, stable, then a linear decay. Or one of DeepSpeed's schedules, "
-        "whole, e.g. {type: WarmupLR, warmup_num_steps: 100}; warmup, decay and final_learning_rate then do nothing",
+        "whole, e.g. {type: WarmupLR, warmup_num_steps: 100}; warmup, decay and min_lr_ratio then do nothing",
     )
     warmup: Span = Field(default="3%", description="share of the run (3%), or steps (100)")
     decay: Span = Field(default="20%", description="length of the decay of wsd: share of the run (20%), or steps (100)")
-    final_learning_rate: Share = Field(
-        default=0.0, ge=0, le=1, description="where the schedule ends, as a share of the peak"
+    min_lr_ratio: Share = Field(default=0.0, ge=0, le=1, description="where the schedule ends, as a share of the peak")
+    max_grad_norm: Positive | None = Field(
+        default=1.0, description="gradients are clipped to this norm; null = no clipping"
     )
-    clip: Positive | None = Field(default=1.0, description="largest gradient norm; null = no clipping")
     eval_every: Interval | None = Field(
         default=None, description="steps (50) or time (10min); default: at the end only"
     )
-    stop_early: StopEarly | None = Field(
+    early_stopping: StopEarly | None = Field(
         default=None, description="end the run when evaluations no longer improve, e.g. {patience: 3}; needs data.eval"
     )
     seed: Whole = Field(
@@ -374,7 +384,7 @@ LEAST_BUCKET = 1 << 10
 
 
 class Parallel(Section):
-    """How the model and its states are spread over the ranks."""
+    """How the model and its states are distributed over the ranks."""
 
     zero: Whole = Field(
         default=2, ge=0, le=3, description="ZeRO stage: 0 nothing, 1 optimizer, 2 + gradients, 3 + parameters"
@@ -382,21 +392,25 @@ class Parallel(Section):
     deepspeed: str | None = Field(
         default=None, description="path of a DeepSpeed config (JSON), read with the run; see docs/deepspeed.md"
     )
-    shard: Count | None = Field(
-        default=None, description="ranks per shard group, replicated across groups (hybrid sharding); default: all"
-    )
-    secondary_shard: Count | None = Field(
+    dp_shard_size: Count | None = Field(
         default=None,
-        description="hpZ: keep a second copy of the parameters, divided over this many ranks of a node, so that later "
-        "gathers of a step stay within them; 1 keeps all parameters on every rank (to switch hpZ off, leave it out)",
+        description="ranks per shard group, replicated across groups (hybrid sharding, HSDP); default: all",
     )
-    quantize_weights: bool = Field(default=False, description="qwZ: gather the weights as int8")
+    hpz_size: Count | None = Field(
+        default=None,
+        description="hpZ of ZeRO++ (zero_hpz_partition_size): keep a second copy of the parameters, sharded over this "
+        "many ranks of a node, so that later gathers of a step stay within them; 1 keeps all parameters on every rank "
+        "(leave it out to switch hpZ off)",
+    )
+    quantize_weights: bool = Field(
+        default=False, description="qwZ of ZeRO++ (zero_quantized_weights): gather the weights as int8"
+    )
     quantize_gradients: bool = Field(
         default=False,
-        description="qgZ: reduce the gradients in 4 bits; in a group of several nodes with several ranks each, in 8 "
-        "bits within a node and 4 between nodes",
+        description="qgZ of ZeRO++ (zero_quantized_gradients): reduce the gradients in 4 bits; in a group of several "
+        "nodes with several ranks each, in 8 bits within a node and 4 between nodes",
     )
-    gradient_feedback: bool | None = Field(
+    error_feedback: bool | None = Field(
         default=None,
         description="true or false: whether qgZ adds what rounding lost to the next gradient, which takes 2 bytes per "
         "parameter (in a group of several nodes, over the ranks of a node); default: true with quantize_gradients",
@@ -412,7 +426,7 @@ class Parallel(Section):
         description="units that are gathered ahead of those that compute, 0 to 8; auto: as many as hide a gather, as "
         "measured at the start",
     )
-    reduce: Literal["fp32", "bf16"] = Field(
+    reduce_dtype: Literal["fp32", "bf16"] = Field(
         default="fp32", description="the type that gradients travel and are added up in; bf16 is half the bytes"
     )
     tensor: Count = Field(
@@ -425,29 +439,31 @@ class Parallel(Section):
         "ranks must divide the heads",
     )
     pipeline: Count = Field(default=1, description="ranks that divide the blocks: stages one after the other")
-    schedule: Literal["1f1b", "gpipe", "interleaved", "zbv", "naive"] = Field(
+    pipeline_schedule: Literal["1f1b", "gpipe", "interleaved", "zbv", "naive"] = Field(
         default="1f1b",
         description="the order in which stages take the micro-batches; naive: one at a time, for comparison",
     )
-    chunks: Count | None = Field(
-        default=None, description="with schedule: interleaved, the stages of each rank; default: 2"
+    virtual_stages: Count | None = Field(
+        default=None, description="with pipeline_schedule: interleaved, the stages of each rank; default: 2"
     )
     expert: Count = Field(default=1, description="ranks that divide the experts of each layer, tokens going to them")
     auto: bool = Field(default=False, description="let the planner choose all of it (short: parallel: auto)")
 
     @property
     def beyond_data(self) -> bool:
-        """Whether the model is divided by more than ZeRO."""
+        """Whether the model is partitioned by more than ZeRO."""
         return max(self.tensor, self.context, self.pipeline, self.expert) > 1
 
     @model_validator(mode="after")
-    def _of_use(self) -> Parallel:
+    def _check_parallel(self) -> Parallel:
         check_section("parallel", self)
         plain = Parallel.model_construct().model_dump() if self.auto else {}
-        if self.auto and (named := next((n for n, v in plain.items() if n != "auto" and getattr(self, n) != v), None)):
-            raise Clash("auto", f"the planner chooses all of it, but {named} is given too", f"remove {named}, or auto")
-        if self.chunks == 1:
-            raise Clash("chunks", "one stage per rank is not interleaved", "use 2 or more, or schedule: 1f1b")
+        if self.auto and (name := next((n for n, v in plain.items() if n != "auto" and getattr(self, n) != v), None)):
+            raise Clash("auto", f"the planner chooses all of it, but {name} is given too", f"remove {name}, or auto")
+        if self.virtual_stages == 1:
+            problem = "one stage per rank is not interleaved"
+            remedy = "use 2 or more, or pipeline_schedule: 1f1b"
+            raise Clash("virtual_stages", problem, remedy)
         if isinstance(self.bucket, int) and self.bucket < LEAST_BUCKET:
             problem = f"is {self.bucket} bytes, less than a row of any weight; a bare number is bytes"
             raise Clash("bucket", problem, "use e.g. 200MB (at least 1KiB), or leave it out")
@@ -455,13 +471,15 @@ class Parallel(Section):
 
 
 class LossScale(Section):
-    """How fp16 keeps small gradients from vanishing: the loss is scaled up, and the scale adapts to overflows."""
+    """Loss scaling for fp16, which keeps small gradients from underflowing; the scale adapts to overflows."""
 
     value: Literal["dynamic"] | Positive = Field(default="dynamic", description="dynamic, or a number that stays")
     initial: Positive = Field(default=65536.0, description="the dynamic scale at the start")
-    growth_every: Count = Field(default=2000, description="steps without overflow until the scale is doubled")
+    growth_interval: Count = Field(default=2000, description="steps without overflow until the scale is doubled")
     hysteresis: Count = Field(default=1, description="overflows it takes to halve the scale")
-    refill: bool = Field(default=False, description="count overflows anew after each step without, not after growth")
+    consecutive_hysteresis: bool = Field(
+        default=False, description="count overflows anew after each step without, not after growth"
+    )
     minimum: Positive = Field(default=1.0, description="least scale; an overflow at it ends the run")
 
     @model_validator(mode="after")
@@ -472,7 +490,7 @@ class LossScale(Section):
 
 
 class Offload(Section):
-    """What is kept off the device, where memory is cheaper."""
+    """What is offloaded from the device to cheaper memory."""
 
     optimizer: Literal["none", "cpu", "disk"] = Field(
         default="none", description="where the optimizer's states (and half of the master weights) live"
@@ -498,14 +516,14 @@ class Offload(Section):
 
 
 class Checkpoint(Section):
-    """When the state of the run is saved and what is kept."""
+    """When checkpoints are saved, and which are retained."""
 
     every: Interval | None = Field(default=100, description="steps (100) or time (10min); null = only at the end")
     keep: Whole = Field(default=2, ge=1, description="newest checkpoints kept; the best by evaluation is kept besides")
     best: Best = Field(
         default=Metric(), description="figure of the evaluations that decides which checkpoint is the best"
     )
-    background: bool = Field(default=True, description="write while training goes on")
+    async_save: bool = Field(default=True, description="write checkpoints while training continues")
     memory: Interval | None = Field(
         default=None,
         description="besides, copies of the state in the memory of its host and of another one, to go on from when a "
@@ -513,8 +531,9 @@ class Checkpoint(Section):
     )
 
     @model_validator(mode="after")
-    def _more_often(self) -> Checkpoint:
-        memory, disk = self.memory, self.every
+    def _check_intervals(self) -> Checkpoint:
+        memory = self.memory
+        disk = self.every
         if memory is not None and disk is not None:
             pairs = ((memory.steps, disk.steps), (memory.seconds, disk.seconds))
             if any(often is not None and seldom is not None and often >= seldom for often, seldom in pairs):
@@ -524,7 +543,7 @@ class Checkpoint(Section):
 
 
 class Export(Section):
-    """The Hugging Face folder written at the end."""
+    """The Hugging Face folder exported at the end."""
 
     dtype: Literal["auto", "bf16", "fp16", "fp32"] = Field(default="auto", description="auto = as the original weights")
     shard_size: Size = Field(default=4 << 30, ge=1, description="largest safetensors file, e.g. 4GiB")
@@ -540,7 +559,7 @@ class Export(Section):
 
 
 class Guard(Section):
-    """What to do about NaN, spikes of the loss, and memory whose bits change by themselves."""
+    """Handling of NaN, loss spikes, and silent data corruption."""
 
     nan: Literal["stop", "skip", "back"] = Field(
         default="stop",
@@ -558,7 +577,9 @@ class Guard(Section):
         default="back", description="what to do about a spike: stop, skip or back, as for nan; without spike no effect"
     )
     window: Count = Field(default=100, description="how many recent steps the mean and the deviation are taken over")
-    most: Whole = Field(default=10, ge=0, description="end the run after so many skips and restarts by nan and spike")
+    max_recoveries: Whole = Field(
+        default=10, ge=0, description="end the run after so many skips and restarts by nan and spike"
+    )
     checksum: Count | None = Field(
         default=None,
         description="every so many steps, e.g. 500, compare the weights and states that several ranks hold copies of, "
@@ -567,7 +588,7 @@ class Guard(Section):
 
     @property
     def skips(self) -> bool:
-        """Whether updates may be left out, so that each must be looked at first."""
+        """Whether updates may be skipped, so that each must be checked first."""
         return self.nan == "skip" or (self.spike is not None and self.on_spike == "skip")
 
 
@@ -580,17 +601,19 @@ def _fp8(value: Any) -> Any:
 
 
 class Fp8(Section):
-    """Which products are made in 8 bits, and how; the rest computes in bf16."""
+    """Which matrix products run in fp8, and how; the rest runs in bf16."""
 
     recipe: Literal["none", "tensorwise", "rowwise"] = Field(
         default="none",
         description="tensorwise = one scale per tensor, the fastest; rowwise = one per row, closer to bf16",
     )
-    keep: Patterns = Field(default=(), description="linear layers that stay in bf16, by name, * for any part")
-    least: Count = Field(
+    modules_to_not_convert: Patterns = Field(
+        default=(), description="linear layers that stay in bf16, by name, * for any part"
+    )
+    min_features: Count = Field(
         default=512, description="layers with fewer inputs or outputs stay in bf16: rounding costs more than it saves"
     )
-    fast: bool = Field(
+    use_fast_accum: bool = Field(
         default=False,
         description="on a GPU, add up backward's products with fewer bits, as forward's are: faster by some percent, "
         "gradients less exact",
@@ -603,7 +626,7 @@ class Fp8(Section):
 
 
 class Run(Section):
-    """A run, described."""
+    """The settings of a training run."""
 
     model: Annotated[Model, BeforeValidator(_model, json_schema_input_type=str | Model)] = Field(
         description="a name (hub id, folder, .gguf file), or settings of its own"
@@ -649,7 +672,7 @@ class Run(Section):
         description="false = of recomputed blocks keep what attention made as well, where one document fills a row: as "
         "much again as block inputs take, for a fifth less time at 100K tokens and more",
     )
-    tile: Count | None = Field(
+    tiled_mlp: Count | None = Field(
         default=None,
         description="compute feed-forward parts (and norms) so many tokens at a time and again in backward: for long "
         "sequences, e.g. 8192",
@@ -693,10 +716,10 @@ class Run(Section):
         "last checkpoint, counted anew with each one",
     )
     guard: Guard = Field(default=Guard(), description="what to do about NaN, loss spikes and flipped bits")
-    apart: ApartOrNot = Field(
+    diloco: OptionalDiLoCo = Field(
         default=None,
-        description="train apart from other workers and meet them every some steps: HOST:PORT of the meeting point, or "
-        "settings; see docs/apart.md",
+        description="DiLoCo or FedAvg: train locally and synchronise with other workers every N steps; HOST:PORT of "
+        "the sync server (`shardwise diloco-server`), or settings; see docs/diloco.md",
     )
     checkpoint: Checkpoint = Field(default=Checkpoint(), description="when the state is saved and what is kept")
     export: Export = Field(default=Export(), description="the Hugging Face folder written at the end")
@@ -711,7 +734,7 @@ class Run(Section):
     @model_validator(mode="before")
     @classmethod
     def _short(cls, values: Any) -> Any:
-        """`precision: fp8` for what it stands for."""
+        """Expands the short form `precision: fp8`."""
         if isinstance(values, dict) and values.get("precision") == "fp8":
             fp8 = _fp8(values.get("fp8") or {})
             if not isinstance(fp8, dict):
@@ -722,7 +745,7 @@ class Run(Section):
         return values
 
     @model_validator(mode="after")
-    def _somewhere_to_go_back_to(self) -> Run:
+    def _check_guard_has_checkpoints(self) -> Run:
         guard = self.guard
         spikes = guard.spike is not None and guard.on_spike == "back"
         if self.checkpoint.every is None and (guard.nan == "back" or spikes):
@@ -739,7 +762,7 @@ class Run(Section):
 
     @property
     def compiled(self) -> bool:
-        """Whether blocks are compiled; not as long as that is left open."""
+        """Whether blocks are compiled; False while that is not resolved."""
         return self.compile is True
 
     @property

@@ -1,4 +1,4 @@
-"""What every part of the settings is made of."""
+"""Base class of all settings sections."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from pydantic import BaseModel, ConfigDict, model_validator
 
 
 class Clash(ValueError):
-    """Settings that do not go together: the key to blame, what is wrong with it and what to do."""
+    """Settings that do not combine: the key at fault, the problem and the remedy."""
 
     def __init__(self, key: str, problem: str, remedy: str) -> None:
-        self.key, self.problem, self.remedy = key, problem, remedy
+        self.key = key
+        self.problem = problem
+        self.remedy = remedy
         super().__init__(problem)
 
 
@@ -20,8 +22,8 @@ class Section(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _no_truth_for_a_number(cls, values: Any) -> Any:
-        """`restarts: yes` is no number, though Python counts it as one."""
+    def _reject_booleans(cls, values: Any) -> Any:
+        """Rejects booleans for numbers (`restarts: yes`), which Python would accept."""
         for name, value in values.items() if isinstance(values, dict) else ():
             field = cls.model_fields.get(name)
             if isinstance(value, bool) and field is not None and field.annotation in (int, float):

@@ -1,6 +1,6 @@
-"""Values with units, as people write them: `2%`, `1e-4`, `4GiB`, `200ms`, `50` steps or `10min`.
+"""Parses values with units: `2%`, `1e-4`, `4GiB`, `200ms`, `50` steps or `10min`.
 
-YAML reads `1e-4` and `2%` as strings, so every numeric field of the schema accepts its textual form too.
+YAML reads `1e-4` and `2%` as strings, so every numeric field of the schema also accepts its textual form.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ def _split(value: str) -> tuple[float, str]:
     return number, match[2]
 
 
-def _refuse_bool(value: Any, what: str) -> None:
+def _refuse_bool(value: Any, expected: str) -> None:
     # Python counts True as 1, and YAML reads `yes` and `on` as True.
     if isinstance(value, bool):
-        raise ValueError(f"expected {what}, not true or false")
+        raise ValueError(f"expected {expected}, not true or false")
 
 
 def parse_number(value: Any) -> Any:
-    """Turns "1e-4" and "1_000" into numbers; leaves everything else for pydantic to judge."""
+    """Converts "1e-4" and "1_000" to numbers; other values are left to pydantic."""
     _refuse_bool(value, "a number")
     if isinstance(value, str):
         try:
@@ -45,25 +45,25 @@ def parse_number(value: Any) -> Any:
 
 
 def parse_share(value: Any) -> Any:
-    """Turns "2%" into 0.02; numbers pass."""
-    what = "a share such as 2% or 0.02"
-    _refuse_bool(value, what)
+    """Converts "2%" to 0.02; numbers are returned unchanged."""
+    expected = "a share such as 2% or 0.02"
+    _refuse_bool(value, expected)
     if isinstance(value, str):
-        number, unit = _guard(value, what)
+        number, unit = _guard(value, expected)
         if unit not in ("", "%"):
-            raise ValueError(f"unknown unit {unit!r}: write {what}")
+            raise ValueError(f"unknown unit {unit!r}: write {expected}")
         return number / 100 if unit else number
     return value
 
 
 def parse_size(value: Any) -> Any:
-    """Turns "4GiB" into bytes; a bare integer is bytes."""
-    what = "a size such as 4GiB or 500MB"
-    _refuse_bool(value, what)
+    """Converts "4GiB" to bytes; a bare integer is bytes."""
+    expected = "a size such as 4GiB or 500MB"
+    _refuse_bool(value, expected)
     if isinstance(value, float) and not value.is_integer():
-        raise ValueError(f"expected {what}")
+        raise ValueError(f"expected {expected}")
     if isinstance(value, str):
-        number, unit = _guard(value, what)
+        number, unit = _guard(value, expected)
         if unit and unit.lower() not in _SIZE:
             raise ValueError(f"unknown unit {unit!r}: use B, KB, MB, GB, KiB, MiB or GiB")
         return int(number * _SIZE.get(unit.lower(), 1))
@@ -71,11 +71,11 @@ def parse_size(value: Any) -> Any:
 
 
 def parse_duration(value: Any) -> Any:
-    """Turns "200ms" or "10min" into seconds; a bare number is seconds."""
-    what = "a duration such as 200ms, 30s or 10min"
-    _refuse_bool(value, what)
+    """Converts "200ms" or "10min" to seconds; a bare number is seconds."""
+    expected = "a duration such as 200ms, 30s or 10min"
+    _refuse_bool(value, expected)
     if isinstance(value, str):
-        number, unit = _guard(value, what)
+        number, unit = _guard(value, expected)
         if unit and unit.lower() not in _TIME:
             raise ValueError(f"unknown unit {unit!r}: use ms, s, min, h or d")
         return number * _TIME.get(unit.lower(), 1.0)
@@ -83,7 +83,7 @@ def parse_duration(value: Any) -> Any:
 
 
 def human(size: float) -> str:
-    """Bytes as people read them."""
+    """Formats a number of bytes: 1.5 GiB."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(size) < 1024:
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
@@ -92,18 +92,18 @@ def human(size: float) -> str:
 
 
 def in_words(seconds: float) -> str:
-    """A duration as people write it: 45s, 30min, 1.5h."""
+    """Formats a duration: 45s, 30min, 1.5h."""
     for unit in ("d", "h", "min"):
         if seconds >= _TIME[unit] and seconds % (_TIME[unit] / 2) == 0:
             return f"{seconds / _TIME[unit]:g}{unit}"
     return f"{seconds:g}s" if seconds >= 1 or not seconds else f"{seconds * 1e3:g}ms"
 
 
-def _guard(value: str, what: str) -> tuple[float, str]:
+def _guard(value: str, expected: str) -> tuple[float, str]:
     try:
         return _split(value)
     except ValueError:
-        raise ValueError(f"expected {what}") from None
+        raise ValueError(f"expected {expected}") from None
 
 
 def is_quantity(text: str) -> bool:
@@ -112,7 +112,7 @@ def is_quantity(text: str) -> bool:
 
 
 class Every(str):
-    """How often something happens: a number of steps ("50") or a span of time ("10min")."""
+    """An interval: a number of steps ("50") or a time ("10min")."""
 
     @property
     def steps(self) -> int | None:
@@ -126,44 +126,48 @@ class Every(str):
 
 
 def parse_every(value: Any) -> Every:
-    """Accepts 50 (steps) or "10min" (time)."""
-    what = "a number of steps such as 50, or a time such as 10min"
+    """Parses 50 (steps) or "10min" (time)."""
+    expected = "a number of steps such as 50, or a time such as 10min"
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):
-        raise ValueError(f"expected {what}")
-    number, unit = _guard(str(value), what)
+        raise ValueError(f"expected {expected}")
+    number, unit = _guard(str(value), expected)
     if unit and unit.lower() not in _TIME:
         raise ValueError(f"unknown unit {unit!r}: use steps (no unit), s, min or h")
     if number <= 0 or (not unit and not number.is_integer()):
-        raise ValueError(f"expected {what}, above 0")
+        raise ValueError(f"expected {expected}, above 0")
     return Every(str(value).strip() if unit else int(number))
 
 
 class Portion(str):
-    """A length of the run, as written: a share of it ("3%", "0.03") or a number of steps ("100")."""
+    """A part of the run, as written: a fraction ("3%", "0.03") or a number of steps ("100")."""
 
     def steps(self, total: int) -> int:
-        """How many steps of a run of `total` steps it is."""
+        """Number of steps, in a run of `total` steps."""
         number, unit = _split(self)
         share = number / 100 if unit else number
         return round(share * total) if unit or number < 1 else int(number)
 
 
 def parse_portion(value: Any) -> Portion:
-    """Accepts 3% (of the run) or 100 (steps); 100% is the whole run and 1 is one step."""
-    what = "a share such as 3% or a whole number of steps such as 100"
+    """Parses 3% (of the run) or 100 (steps); 100% is the full run and 1 is one step."""
+    expected = "a share such as 3% or a whole number of steps such as 100"
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):
-        raise ValueError(f"expected {what}")
-    number, unit = _guard(str(value), what)
+        raise ValueError(f"expected {expected}")
+    number, unit = _guard(str(value), expected)
     if unit not in ("", "%"):
-        raise ValueError(f"unknown unit {unit!r}: write {what}")
+        raise ValueError(f"unknown unit {unit!r}: write {expected}")
     if number < 0 or (number > 100 if unit else number >= 1 and not number.is_integer()):
-        raise ValueError(f"expected {what}")
-    return Portion(str(value).strip() if unit else int(number) if number.is_integer() else number)
+        raise ValueError(f"expected {expected}")
+    if unit:
+        return Portion(str(value).strip())
+    return Portion(int(number) if number.is_integer() else number)
 
 
 def _plain_portion(value: Portion) -> int | float | str:
     number, unit = _split(value)
-    return str(value) if unit else int(number) if number.is_integer() else number
+    if unit:
+        return str(value)
+    return int(number) if number.is_integer() else number
 
 
 def _schema(kind: str, example: str) -> WithJsonSchema:

@@ -1,1 +1,1 @@
-"""What everything stands on: errors, redaction, caches, devices and their figures, seams to torch and transformers."""
+"""Foundations: errors, redaction, caches, devices and their specifications."""

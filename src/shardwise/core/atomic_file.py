@@ -1,4 +1,4 @@
-"""One page as a file: whoever opens it sees the old one or the new one whole."""
+"""Writes a page atomically: readers see the old one or the new one in full."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from shardwise.core.errors import UserError
 
 
 def check_page(path: Path, example: str) -> None:
-    """Refuses a folder in the place of a file, before the page is made."""
+    """Rejects a folder in place of a file, before the page is built."""
     if path.is_dir():
         raise UserError("--html", str(path), "is a folder", f"name a file, e.g. {example}")
 
 
 def write_page(page: str, path: Path) -> None:
-    """Puts it in the place of what was there."""
+    """Replaces the file atomically."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""A thread for each connection, up to a number: a crowd at the door cannot take all of a host's threads."""
+"""Threaded server with a bounded number of connections, which cannot exhaust a host's threads."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 class BoundedThreads(socketserver.ThreadingMixIn):
-    """Before one of the standard library's servers, as its ThreadingMixIn; whoever is beyond the number is let go."""
+    """Mixin for the standard library's servers, as ThreadingMixIn; connections beyond the limit are closed."""
 
     daemon_threads = True
 
@@ -17,14 +17,14 @@ class BoundedThreads(socketserver.ThreadingMixIn):
         self._free = threading.BoundedSemaphore(connections)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """As the mixin's, where a thread is to be had."""
+        """Handles a request in a new thread, if the limit allows one."""
         if self._free.acquire(blocking=False):
             super().process_request(request, client_address)
         else:
             self.shutdown_request(request)  # type: ignore[attr-defined]
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """The thread of a connection."""
+        """Body of a connection's thread."""
         try:
             super().process_request_thread(request, client_address)
         finally:

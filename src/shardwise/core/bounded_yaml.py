@@ -1,7 +1,7 @@
-"""YAML that others wrote: plain values only, and no more of them than a person would write.
+"""Safe loading of untrusted YAML: plain values only, bounded in number and depth.
 
-A few lines of aliases to aliases can stand for billions of values, and some thousand brackets for a stack that ends the
-process. Both are refused while the text is still being parsed, before anything is built of it.
+A few lines of nested aliases can expand to billions of values, and thousands of brackets overflow the stack. Both are
+rejected while the text is being parsed, before anything is built.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ DEEPEST = 64
 
 
 class BoundedLoader(yaml.SafeLoader):
-    """YAML's safe loader with limits."""
+    """PyYAML's safe loader with limits."""
 
     def __init__(self, stream: Any) -> None:
         super().__init__(stream)
@@ -23,8 +23,9 @@ class BoundedLoader(yaml.SafeLoader):
         self._weights: dict[int, int] = {}
 
     def compose_node(self, parent: Any, index: Any) -> Any:
-        """As PyYAML's, counting."""
-        event, before = self.peek_event(), self._count
+        """PyYAML's method, with counting."""
+        event = self.peek_event()
+        before = self._count
         is_alias = isinstance(event, yaml.AliasEvent)
         self._depth += 1
         if self._depth > DEEPEST:
@@ -43,5 +44,5 @@ class BoundedLoader(yaml.SafeLoader):
 
 
 def read_yaml(text: str) -> Any:
-    """Plain values; yaml.YAMLError for what is no YAML, or too much of it."""
+    """Parses plain values; raises yaml.YAMLError for invalid or oversized YAML."""
     return yaml.load(text, BoundedLoader)

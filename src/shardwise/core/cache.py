@@ -1,4 +1,4 @@
-"""Where converted models, prepared data and probe results are kept between runs, and how they get there whole.
+"""Cache of converted models, prepared data and probe results between runs.
 
 An entry is a folder that appears by one rename, so a crash half-way leaves nothing that looks finished.
 """
@@ -19,12 +19,12 @@ def cache_root() -> Path:
 
 
 def config_root() -> Path:
-    """The folder of the user's own settings: $SHARDWISE_CONFIG, or ~/.config/shardwise."""
+    """The folder of user settings: $SHARDWISE_CONFIG, or ~/.config/shardwise."""
     return Path(os.environ.get("SHARDWISE_CONFIG", "~/.config/shardwise")).expanduser()
 
 
 def make_once(folder: Path, make: Callable[[Path], None]) -> Path:
-    """Returns `folder`, calling make(temporary folder) first if it is not there; safe across processes."""
+    """Returns `folder`, calling make(temporary folder) first if it does not exist; safe across processes."""
     if folder.is_dir():
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,7 @@
-"""What this CPU can really do, found by trying it, because its flags do not tell.
+"""Probes what this CPU supports by running it, as its flags are unreliable.
 
 Some virtual machines advertise AMX or bf16, and the first bf16 matmul then dies with SIGILL. So a small training step
-runs in a process of its own, under ever lower caps of oneDNN's instructions (ONEDNN_MAX_CPU_ISA), until one survives.
+runs in a separate process, under ever lower caps of oneDNN's instruction sets (ONEDNN_MAX_CPU_ISA), until one survives.
 This file is also the program of that process (see `_main`), so above the functions it imports nothing of the project.
 """
 
@@ -39,7 +39,7 @@ LASTING = frozenset({REFUSED, *(-number for number in (signal.SIGILL, signal.SIG
 
 @dataclass(frozen=True)
 class CpuProbe:
-    """What a training step in `dtype` did on this CPU, the cap it needed, and the speed of a matmul on one core."""
+    """Result of a training step in `dtype` on this CPU: the cap it needed, and matmul speeds on one core."""
 
     dtype: str
     isa: str | None  # the value of ONEDNN_MAX_CPU_ISA that works; None = no cap needed
@@ -55,7 +55,7 @@ class _Trial:
 
 
 def probe_cpu(dtype: Precision, cache_dir: Path | None = None) -> CpuProbe:
-    """Finds out whether this CPU trains in `dtype`, under which cap and how fast; remembered between runs."""
+    """Probes whether this CPU trains in `dtype`, under which cap and how fast; cached between runs."""
     assert dtype in get_args(Precision), dtype
     if cache_dir is None:
         from shardwise.core.cache import cache_root
@@ -73,7 +73,7 @@ def probe_cpu(dtype: Precision, cache_dir: Path | None = None) -> CpuProbe:
 
 
 def cpu_env(precision: str) -> dict[str, str]:
-    """The environment that workers need to train in `precision` on this CPU; raises UserError if nothing helps."""
+    """Environment variables that workers need to train in `precision` on this CPU; raises UserError if none works."""
     assert precision in get_args(Precision), f"precision {precision!r} should have been resolved by now"
     probe = probe_cpu(precision)  # type: ignore[arg-type]  # narrowed by the assertion
     if not probe.works:
@@ -85,7 +85,7 @@ def cpu_env(precision: str) -> dict[str, str]:
 
 
 def gain_of_bf16() -> float:
-    """How many times as fast as in fp32 this CPU multiplies in bf16; 0 where that does not work."""
+    """Speedup of bf16 over fp32 matmuls on this CPU; 0 if bf16 does not work."""
     probe = probe_cpu("bf16")
     return probe.gflops / probe.fp32_gflops if probe.works and probe.fp32_gflops else 0.0
 
@@ -105,12 +105,12 @@ def usable_cores(root: Path = Path("/")) -> int:
 
 
 def threads_for(ranks: int) -> int:
-    """Cores for each of a host's ranks."""
+    """Number of threads for each of a host's ranks."""
     return max(1, usable_cores() // ranks)
 
 
 def usable_memory(root: Path = Path("/")) -> int:
-    """Bytes of memory this process may fill: the machine's, or the cgroup's limit if that is less."""
+    """Bytes of memory this process may use: the machine's, or the cgroup's limit if that is less."""
     import psutil  # type: ignore[import-untyped, unused-ignore]
 
     return min([int(psutil.virtual_memory().total), *(limit for limit, _ in _memory_limits(root))])
@@ -130,12 +130,12 @@ def cpu_identity() -> tuple[str, frozenset[str]]:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         lines = []
-    found: dict[str, str] = {}
+    fields: dict[str, str] = {}
     for line in lines:
         name, _, value = line.partition(":")
-        found.setdefault(name.strip().lower(), value.strip())
-    name = found.get("model name") or platform.processor() or platform.machine()
-    return name, frozenset((found.get("flags") or found.get("features") or "").split())
+        fields.setdefault(name.strip().lower(), value.strip())
+    name = fields.get("model name") or platform.processor() or platform.machine()
+    return name, frozenset((fields.get("flags") or fields.get("features") or "").split())
 
 
 def _memory_limits(root: Path) -> Iterator[tuple[int, int]]:
@@ -188,12 +188,12 @@ def _numbers(file: Path, count: int) -> tuple[int, ...] | None:
 
 
 def _search(dtype: str) -> tuple[CpuProbe, bool]:
-    """Tries one cap after another; the second value says whether the answer may be remembered."""
-    given = os.environ.get(CAP) or None
+    """Tries one cap after another; the second value says whether the result may be cached."""
+    user_cap = os.environ.get(CAP) or None
     # Once the user's own cap has failed, no cap must be spelled out, or workers would inherit the bad one.
-    candidates: list[str | None] = [None] if given is None else [given, NO_CAP]
+    candidates: list[str | None] = [None] if user_cap is None else [user_cap, NO_CAP]
     if platform.machine().lower() in ("x86_64", "amd64"):
-        candidates += [cap for cap in CAPS if cap != given]
+        candidates += [cap for cap in CAPS if cap != user_cap]
     lasting = True
     for isa in candidates:
         trial = _try(dtype, isa)
@@ -204,12 +204,13 @@ def _search(dtype: str) -> tuple[CpuProbe, bool]:
 
 
 def _try(dtype: str, isa: str | None, timeout: float = TIMEOUT) -> _Trial:
-    """One training step in a process of its own."""
+    """Runs one training step in a separate process."""
     environment = {name: value for name, value in os.environ.items() if name != CAP}
     environment |= {} if isa is None else {CAP: isa}
     # -P: this file's folder must not come first on the path, where a sibling could hide a standard module.
     command = [sys.executable, "-P", __file__, dtype]
-    null, pipe = subprocess.DEVNULL, subprocess.PIPE
+    null = subprocess.DEVNULL
+    pipe = subprocess.PIPE
     try:
         done = subprocess.run(
             command, env=environment, timeout=timeout, stdin=null, stdout=pipe, stderr=null, text=True, check=False
@@ -220,7 +221,7 @@ def _try(dtype: str, isa: str | None, timeout: float = TIMEOUT) -> _Trial:
 
 
 def _key(dtype: str) -> dict[str, str]:
-    """All that the answer depends on; the kernel's release is in because it decides whether AMX may be used."""
+    """Cache key: everything the result depends on; the kernel's release decides whether AMX may be used."""
     name, flags = cpu_identity()
     try:
         torch = metadata.version("torch")
@@ -228,8 +229,8 @@ def _key(dtype: str) -> dict[str, str]:
         torch = "none"
     caps = {cap: os.environ.get(cap, "") for cap in (CAP, "DNNL_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY")}
     digest = hashlib.sha256(" ".join(sorted(flags)).encode()).hexdigest()
-    made = {"trial": TRIAL, "cpu": name, "flags": digest, "kernel": platform.release(), "torch": torch, "dtype": dtype}
-    return made | caps
+    key = {"trial": TRIAL, "cpu": name, "flags": digest, "kernel": platform.release(), "torch": torch, "dtype": dtype}
+    return key | caps
 
 
 def _read(file: Path, key: dict[str, str]) -> CpuProbe | None:
@@ -249,7 +250,7 @@ def _read(file: Path, key: dict[str, str]) -> CpuProbe | None:
 
 
 def _write(file: Path, entry: dict[str, Any]) -> None:
-    """Writes by one rename; a cache that cannot be written costs the next run a probe, nothing else."""
+    """Writes atomically; a cache that cannot be written only costs the next run a probe."""
     with contextlib.suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
         descriptor, partial_file = tempfile.mkstemp(dir=file.parent, prefix=file.name)
@@ -280,10 +281,10 @@ def _step(dtype: Any) -> list[Any]:
     return [part.detach().float() for part in (out, *gradients)]
 
 
-def _alike(got: list[Any], want: list[Any]) -> bool:
+def _close_enough(actual: list[Any], expected: list[Any]) -> bool:
     """Whether the numbers are right: bf16 rounding was 2% at most in these norms, garbage and NaN are not."""
-    pairs = zip(got, want, strict=True)
-    return all(float((one - other).norm()) < 0.1 * float(other.norm()) for one, other in pairs)
+    pairs = zip(actual, expected, strict=True)
+    return all(float((value - reference).norm()) < 0.1 * float(reference.norm()) for value, reference in pairs)
 
 
 def _speeds(dtypes: dict[str, Any], size: int = 512, seconds: float = 0.6) -> dict[str, float]:
@@ -305,7 +306,7 @@ def _speeds(dtypes: dict[str, Any], size: int = 512, seconds: float = 0.6) -> di
             start = time.perf_counter()
             F.linear(left, right)
             best[name] = min(best[name], time.perf_counter() - start)
-    return {name: 2 * size**3 / taken / 1e9 for name, taken in best.items()}
+    return {name: 2 * size**3 / duration / 1e9 for name, duration in best.items()}
 
 
 def _main(dtype_name: str) -> int:
@@ -318,7 +319,7 @@ def _main(dtype_name: str) -> int:
     torch.set_num_threads(usable_cores())
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[dtype_name]
     try:
-        if not _alike(_step(dtype), _step(torch.float64)):
+        if not _close_enough(_step(dtype), _step(torch.float64)):
             return REFUSED
         speeds = _speeds({"fp32": torch.float32, dtype_name: dtype})
     except RuntimeError:

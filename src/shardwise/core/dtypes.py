@@ -1,4 +1,4 @@
-"""Types that models compute in, by the names that settings give them."""
+"""Compute dtypes by the names that settings use."""
 
 from __future__ import annotations
 

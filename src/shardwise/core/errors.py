@@ -1,4 +1,4 @@
-"""The two kinds of failure a user meets: a mistake of theirs, and a run that died.
+"""The two kinds of failure a user meets: user errors, and failed runs.
 
 Both print as one message and no traceback. Anything else that escapes is our bug and keeps its traceback.
 """
@@ -11,22 +11,25 @@ from shardwise.core.redact import HIDDEN, SECRET_SETTING, redact
 
 
 class UserError(Exception):
-    """A mistake the user can mend: which field, which value, what is wrong with it and what to do."""
+    """An error the user can fix: the field, its value, the problem and the remedy."""
 
     exit_code = 2
 
     def __init__(self, field: str, value: object, problem: str, remedy: str) -> None:
-        self.field, self.value, self.problem, self.remedy = field, value, problem, remedy
-        shown = "" if value is None else f" = {_shown(field, value)}"
-        super().__init__(redact(f"{field}{shown}: {problem}\n  → {remedy}"))
+        self.field = field
+        self.value = value
+        self.problem = problem
+        self.remedy = remedy
+        suffix = "" if value is None else f" = {_shown(field, value)}"
+        super().__init__(redact(f"{field}{suffix}: {problem}\n  → {remedy}"))
 
     def __reduce__(self) -> tuple[type[UserError], tuple[str, object, str, str]]:
-        """Processes that work for us hand it on."""
+        """Makes it picklable, for worker processes."""
         return type(self), (self.field, self.value, self.problem, self.remedy)
 
 
 class UserErrors(UserError):
-    """Several mistakes that do not depend on each other, told at once; field and remedy are the first one's."""
+    """Several independent user errors, reported at once; field and remedy are the first one's."""
 
     def __init__(self, errors: list[UserError]) -> None:
         first = errors[0]
@@ -35,33 +38,33 @@ class UserErrors(UserError):
         self.args = ("\n".join(str(error) for error in errors),)
 
     def __reduce__(self) -> Any:
-        """As above."""
+        """Makes it picklable, for worker processes."""
         return type(self), (self.errors,)
 
 
 def together(errors: list[UserError]) -> UserError:
-    """One mistake as it is, several as one."""
+    """Combines user errors into one; a single one is returned unchanged."""
     return errors[0] if len(errors) == 1 else UserErrors(errors)
 
 
 def apart(error: UserError) -> list[UserError]:
-    """The mistakes that an error tells."""
+    """The individual errors of a user error."""
     return error.errors if isinstance(error, UserErrors) else [error]
 
 
 class RunFailed(Exception):
-    """A run that started and ended badly: the message names rank, step, reason and log file."""
+    """A run that started and failed: the message names rank, step, reason and log file."""
 
     exit_code = 1
     kind = "run"  # as a rank's last note tells it to the supervisor
 
 
 class OutOfMemory(RunFailed):
-    """A device had no memory left."""
+    """A device ran out of memory."""
 
 
 class Interrupted(Exception):
-    """The run was asked to stop (Ctrl-C or SIGTERM), saved its state and left."""
+    """The run was asked to stop (Ctrl-C or SIGTERM), saved its state and exited."""
 
     def __init__(self, message: str, exit_code: int) -> None:
         super().__init__(message)
@@ -81,7 +84,7 @@ def _short(text: str, limit: int = 120) -> str:
 
 
 class WordedUserError(UserError):
-    """A user's mistake that a rank found: its message is complete."""
+    """A user error found by a rank, whose message is already complete."""
 
     def __init__(self, text: str) -> None:
         Exception.__init__(self, text)

@@ -1,7 +1,7 @@
-"""Ends a run before the kernel does: when a host's memory is nearly gone, somebody is killed without a word.
+"""Ends a run before the host runs out of memory, when the kernel would kill a process without a message.
 
-The kernel's choice may be a rank, another process of the user or the login itself. One rank of each host looks once a
-second, at the limit of the control group too, in which containers and batch systems keep a job.
+The kernel's choice may be a rank, another process of the user or the login itself. One rank of each host checks once a
+second, also against the limit of the control group in which containers and batch systems run.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ TWICE = 2  # looks in a row: a peak that passes is none of ours
 
 
 def host_memory(groups: Path = Path("/sys/fs/cgroup")) -> tuple[int, int]:
-    """Bytes that can still be had, and bytes in all."""
+    """Bytes still available, and bytes in total."""
     memory = psutil.virtual_memory()
-    left, whole = int(memory.available), int(memory.total)
+    available, total = int(memory.available), int(memory.total)
     try:
         limit = int((groups / "memory.max").read_text())  # "max" where there is none
         stat = dict(line.split() for line in (groups / "memory.stat").read_text().splitlines())
         used = int((groups / "memory.current").read_text()) - int(stat.get("inactive_file", 0))  # that can be dropped
-        left, whole = min(left, max(0, limit - used)), min(whole, limit)
+        available, total = min(available, max(0, limit - used)), min(total, limit)
     except (OSError, ValueError):
         pass
-    return left, whole
+    return available, total
 
 
 class HostMemoryWatch:
-    """Looks at the host's memory; `short` is called with what to tell, then the rank ends."""
+    """Monitors the host's memory; calls `short` with a message, then ends the rank."""
 
     def __init__(
         self,
@@ -43,7 +43,10 @@ class HostMemoryWatch:
         leave: Callable[[int], object] = os._exit,
         every: float = EVERY,
     ) -> None:
-        self._short, self._read, self._leave, self._every = short, read, leave, every
+        self._short = short
+        self._read = read
+        self._leave = leave
+        self._every = every
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="host-memory", daemon=True)
 
@@ -58,25 +61,28 @@ class HostMemoryWatch:
     def _run(self) -> None:
         low = 0
         while not self._over.wait(self._every):
-            left, whole = self._read()
-            low = low + 1 if left < max(LEAST, whole // 100) else 0
+            available, total = self._read()
+            low = low + 1 if available < max(LEAST, total // 100) else 0
             if low >= TWICE:
-                self._short(shortage(left, whole))
+                self._short(shortage(available, total))
                 sys.stderr.flush()
                 self._leave(1)
                 return
 
 
-def shortage(left: int, whole: int) -> str:
-    """What to tell: who holds most, and what to change."""
-    held = []
+def shortage(available: int, total: int) -> str:
+    """Message for the user: the largest processes, and what to change."""
+    processes = []
     for process in psutil.process_iter(["pid", "name", "memory_info"]):
         if process.info["memory_info"] is not None:
-            held.append((process.info["memory_info"].rss, process.info["pid"], process.info["name"]))
-    most = ", ".join(f"{name} ({pid}) {size / 2**30:.1f} GiB" for size, pid, name in sorted(held, reverse=True)[:3])
+            processes.append((process.info["memory_info"].rss, process.info["pid"], process.info["name"]))
+    largest = ", ".join(
+        f"{name} ({pid}) {size / 2**30:.1f} GiB" for size, pid, name in sorted(processes, reverse=True)[:3]
+    )
+    left = f"{available / 2**20:.0f} MiB of {total / 2**30:.1f} GiB left"
     return (
-        f"the host's memory is nearly gone: {left / 2**20:.0f} MiB of {whole / 2**30:.1f} GiB left; the run was ended "
-        f"before the system would have killed a process\n    most is held by {most}\n"
-        "    → fewer ranks on this host, offload less (offload.*, checkpoint.background: false), or a smaller "
+        f"the host's memory is nearly gone: {left}; the run was ended "
+        f"before the system would have killed a process\n    most is held by {largest}\n"
+        "    → fewer ranks on this host, offload less (offload.*, checkpoint.async_save: false), or a smaller "
         "train.micro_batch_size"
     )

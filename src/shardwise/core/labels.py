@@ -1,4 +1,4 @@
-"""What labels say where nothing is trained on."""
+"""Label of positions that are not trained on."""
 
 from __future__ import annotations
 

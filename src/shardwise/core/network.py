@@ -1,4 +1,4 @@
-"""Listening sockets, the keys that guard them, and whether others can reach them."""
+"""Listening sockets, the API keys that protect them, and whether they are reachable from outside."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shardwise.core.errors import UserError
 
 
 def find_key(variable: str | None, option: str = "--api-key-env") -> str | None:
-    """The API key; it comes from the environment, since all users of a machine see its command lines."""
+    """The API key from the environment: command lines are visible to all users of a machine."""
     if variable is None:
         return None
     key = os.environ.get(variable, "").strip()

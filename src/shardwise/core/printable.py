@@ -1,8 +1,8 @@
-"""Makes text from data files fit to be shown: nothing in it can move the cursor, hide, or turn the line around.
+"""Makes text from data files safe to display: nothing in it can move the cursor, hide, or reverse the line.
 
-A data file may hold anything, and so may the names of files and the reasons that quote them. What would act on a
-terminal or a browser, or would not be seen, is replaced by a mark: <U+001B> for an escape, <U+202E> for an override of
-the direction of writing. What stays is letters, signs and spaces.
+A data file may contain anything, and so may file names and the messages that quote them. Characters that would control
+a terminal or a browser, or be invisible, are replaced by a mark: <U+001B> for an escape, <U+202E> for a directional
+override. Letters, symbols and spaces stay.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _TRAILING = re.compile(r"[ ]+(?=[\r\n]|$)")
 
 @dataclass(frozen=True)
 class Marks:
-    """How the invisible is written."""
+    """How invisible characters are written."""
 
     newline: str = "⏎"
     tab: str = "⇥   "
@@ -29,9 +29,9 @@ UNICODE, ASCII = Marks(), Marks("\\n", "\\t  ", "_")
 
 
 def visible(text: str, trailing: set[int] | None = None, marks: Marks = UNICODE) -> list[tuple[str, bool]]:
-    """The text in pieces, each with whether it is a mark; a newline is a mark with a real newline behind it.
+    """The text in pieces, each with whether it is a mark; a newline is a mark followed by a real newline.
 
-    `trailing` holds the places of spaces that end a line; default: found here.
+    `trailing` holds the positions of spaces that end a line; default: computed here.
     """
     if trailing is None:
         trailing = trailing_spaces(text)
@@ -59,12 +59,12 @@ def one_line(text: object, marks: Marks = UNICODE) -> str:
 
 
 def several_lines(text: object) -> str:
-    """A message of ours that quotes data: its newlines stay, everything else is made safe."""
+    """A message that quotes data: its newlines stay, everything else is made safe."""
     return "\n".join(one_line(line) for line in str(text).split("\n"))
 
 
 def trailing_spaces(text: str) -> set[int]:
-    """Places of the spaces that end a line or the text."""
+    """Positions of the spaces that end a line or the text."""
     return {place for match in _TRAILING.finditer(text) for place in range(*match.span())}
 
 
@@ -81,6 +81,6 @@ def _mark(character: str, trailing: bool, marks: Marks) -> str | None:
     return f"<U+{code:04X}>"
 
 
-def counted(number: int, one: str, several: str) -> str:
-    """A number with the word that goes with it."""
-    return f"{number:,} {one if number == 1 else several}"
+def counted(number: int, singular: str, plural: str) -> str:
+    """A number with its noun in singular or plural."""
+    return f"{number:,} {singular if number == 1 else plural}"

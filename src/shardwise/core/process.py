@@ -1,4 +1,4 @@
-"""How the process of a rank ends."""
+"""Termination of rank processes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def leave(number: int, frame: FrameType | None) -> NoReturn:
 
 
 def die_with_parent(parent: int) -> None:
-    """Asks the kernel (Linux) to end this rank if the supervisor is killed, so that none is left behind."""
+    """Asks the kernel (Linux) to end this rank if the supervisor is killed, so that none is orphaned."""
     set_parent_death_signal = 1
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)

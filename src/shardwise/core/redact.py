@@ -1,4 +1,4 @@
-"""Secrets that turn up where they do not belong: in messages, logs and records, which are kept and passed on."""
+"""Redacts secrets in messages, logs and records, which are stored and shared."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SHORTEST = 8  # characters: shorter values stand in texts by chance
 
 
 def redact(text: str) -> str:
-    """The text without what looks like a key, a name and password in an address, or stands in a secret variable."""
+    """The text without API keys, credentials in URLs, and values of secret environment variables."""
     text = SECRET_VALUE.sub(HIDDEN, text)
     for name, value in os.environ.items():
         if len(value) >= SHORTEST and SECRET_VARIABLE.search(name) and not os.path.exists(value):

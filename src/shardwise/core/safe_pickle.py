@@ -1,8 +1,8 @@
-"""Reads PyTorch's distributed checkpoints without running what they might carry.
+"""Reads PyTorch's distributed checkpoints without executing code they might contain.
 
-Their index is a pickle, which may call anything when it is read as usual. Here it may only name what an index is made
-of; a checkpoint that names anything else is refused, and nothing of it has been run. Tensors are read by PyTorch with
-weights_only; objects beside tensors are not part of our checkpoints and are refused.
+Their index is a pickle, which can call anything when loaded normally. Here it may only refer to the classes of an
+index; a checkpoint that refers to anything else is rejected before any of it runs. Tensors are read by PyTorch with
+weights_only; objects besides tensors are not part of our checkpoints and are rejected.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ class _Index(pickle.Unpickler):
 
 
 def global_in(error: BaseException) -> str | None:
-    """What a pickle names that torch would not load with weights_only; None for another failure."""
-    found = re.search(r"GLOBAL (\S+)", str(error))
-    return found[1] if found and "eights only" in str(error) else None
+    """The global that torch rejected with weights_only; None for another failure."""
+    match = re.search(r"GLOBAL (\S+)", str(error))
+    return match[1] if match and "eights only" in str(error) else None
 
 
 class SafeReader(FileSystemReader):
-    """PyTorch's reader, with an index that is only data."""
+    """PyTorch's reader, with safe loading of the index."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The index of the checkpoint."""
+        """Returns the index of the checkpoint."""
         path = index_path(self, kwargs.get("rank"))
         with self.fs.create_stream(path, "rb") as stream:
             metadata = read_index(stream.read(), Path(self.path))
@@ -60,16 +60,16 @@ class SafeReader(FileSystemReader):
 
 
 def read_index(data: bytes, folder: Path) -> Metadata:
-    """An index from its bytes; refuses what is none."""
+    """Parses an index from its bytes; raises UserError if it is not one."""
     try:
-        found = _Index(io.BytesIO(data)).load()
+        index = _Index(io.BytesIO(data)).load()
     except Exception as error:
         problem = f"its index is no index of tensors ({error}); it was not loaded, and nothing in it was run"
         raise UserError("checkpoint", str(folder), problem, "use a checkpoint that you trust, of Shardwise") from None
-    if not isinstance(found, Metadata):
+    if not isinstance(index, Metadata):
         raise UserError("checkpoint", str(folder), "its index is no index of tensors", "use a checkpoint of Shardwise")
-    for info in (found.storage_data or {}).values():
+    for info in (index.storage_data or {}).values():
         name = Path(info.relative_path)
         if name.is_absolute() or ".." in name.parts:
             raise UserError("checkpoint", str(folder), f"its index names a file outside it ({name})", "do not use it")
-    return found
+    return index

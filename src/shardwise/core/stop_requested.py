@@ -1,4 +1,4 @@
-"""Whether a signal has asked this process to leave."""
+"""Records whether a signal has asked this process to stop."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ LOOKS = 0.05  # seconds between two looks
 
 
 class StopRequested:
-    """A signal handler that remembers, and can be waited for.
+    """A signal handler that sets a flag, which can be waited for.
 
-    No threading.Event: a handler runs in the main thread, between any two of its instructions. One that sets the event
-    which that thread is just about to wait for finds its lock taken, by itself, and never returns.
+    Not a threading.Event: a handler runs in the main thread, between any two of its instructions. One that sets the
+    event which that thread is just about to wait for finds its lock taken, by itself, and never returns.
     """
 
     def __init__(self) -> None:
@@ -25,7 +25,7 @@ class StopRequested:
         return self.number != 0
 
     def wait(self, seconds: float) -> bool:
-        """Until it is asked, or so long; whether it was."""
+        """Waits until a stop is requested, at most `seconds`; returns whether it was."""
         end = time.monotonic() + seconds
         while not self and (left := end - time.monotonic()) > 0.0:
             time.sleep(min(LOOKS, left))

@@ -1,4 +1,4 @@
-"""When to report what is being waited for: not at once, and less and less often."""
+"""Rate limit for messages about waiting: not at once, and at growing intervals."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ LONGEST = 300.0  # seconds between later ones, each time twice as many
 
 
 class WaitReporter:
-    """Says when it is time to speak again: some seconds after the wait began or something changed, then less often."""
+    """Says when to report again: some seconds after the wait began or changed, then at growing intervals."""
 
     def __init__(self) -> None:
         self._about: object = None
@@ -19,7 +19,7 @@ class WaitReporter:
         self._next = 0.0
 
     def due(self, about: object, now: float | None = None) -> bool:
-        """Whether to say now what is waited for; `about` is what would be said, but for the time."""
+        """Whether to report now; `about` is the message without its time."""
         now = time.monotonic() if now is None else now
         if self._about is None or about != self._about:
             new = self._about is None
@@ -33,5 +33,5 @@ class WaitReporter:
         return True
 
     def over(self) -> None:
-        """Nothing is waited for any more."""
+        """Resets it at the end of a wait."""
         self._about = None

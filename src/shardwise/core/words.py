@@ -1,4 +1,4 @@
-"""The words of a text: runs of letters and digits in lower case, by character where a script has no spaces."""
+"""Splits a text into words: runs of letters and digits in lower case, or characters in scripts without spaces."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _PLAIN = bytes(c if chr(c).isalnum() or c in b"_" + SIGNS else 32 for c in range
 
 
 def words_of(text: str, signs: bool = False) -> list[bytes]:
-    """The words of a text; arithmetic signs too, if wanted."""
+    """The words of a text; with `signs`, arithmetic signs too."""
     if text.isascii():  # four times as fast as a pattern
         plain = text.lower().encode().translate(_PLAIN)
         for sign in SIGNS:

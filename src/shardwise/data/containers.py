@@ -1,9 +1,8 @@
-"""Files of lines, CSV and text, cut into chunks of rows that a worker can parse.
+"""Splits line-based, CSV and text files into chunks of rows that a worker can parse.
 
-[Note: cutting] The parent only finds where rows begin and end; decoding and parsing is the worker's. Where chunks are
-cut depends on the bytes alone, so the same file gives the same chunks everywhere. A row that cannot be parsed is
-handed on as a BadRow; only damage that hides where the next row begins (an unbalanced JSON list, a cut-off archive)
-ends the reading.
+[Note: cutting] The parent process only locates row boundaries; workers decode and parse. Chunk boundaries depend on the
+bytes alone, so the same file gives the same chunks everywhere. A row that cannot be parsed is passed on as a BadRow;
+only damage that hides where the next row begins (an unbalanced JSON list, a truncated archive) ends the reading.
 """
 
 from __future__ import annotations
@@ -33,13 +32,13 @@ Rows = Iterator[Raw | BadRow]
 
 
 class ChunkPart(Protocol):
-    """What a worker needs to read a chunk; `rows` is how many rows that gives, bad ones included."""
+    """What a worker needs to read a chunk; `rows` is the number of rows in it, including bad ones."""
 
     @property
     def rows(self) -> int: ...
 
     def read(self, first: int) -> Rows:
-        """The rows, numbered from `first`."""
+        """Yields the rows, numbered from `first`."""
 
 
 # Lines
@@ -47,7 +46,7 @@ class ChunkPart(Protocol):
 
 @dataclass(frozen=True)
 class Lines:
-    """Lines of JSON: a range of a plain file, or the bytes themselves."""
+    """JSON lines: a byte range of an uncompressed file, or the bytes themselves."""
 
     path: str
     line: int
@@ -63,9 +62,11 @@ class Lines:
                 file.seek(self.offset)
                 data = file.read(self.size)
         try:
-            text, damaged = data.decode(), False
+            text = data.decode()
+            damaged = False
         except UnicodeDecodeError:  # somewhere; each line is looked at alone
-            text, damaged = data.decode(errors="surrogateescape"), True
+            text = data.decode(errors="surrogateescape")
+            damaged = True
         number = first
         for line, row in enumerate(text.split("\n"), self.line):
             if not row.strip(BLANK):
@@ -77,7 +78,7 @@ class Lines:
 
 @dataclass(frozen=True)
 class BadLine:
-    """A row that is known to be bad without being parsed."""
+    """A row rejected before parsing."""
 
     where: str
     problem: str
@@ -88,24 +89,28 @@ class BadLine:
         yield BadRow(self.where, first, self.problem, self.remedy)
 
 
-def too_long(where: str, what: str) -> BadLine:
-    """A row that is not even parsed."""
-    problem = f"this {what} is longer than {MAX_ROW >> 20} MB, more than a row may have"
+def too_long(where: str, unit: str) -> BadLine:
+    """Returns the BadLine for a row that exceeds MAX_ROW and is not parsed."""
+    problem = f"this {unit} is longer than {MAX_ROW >> 20} MB, more than a row may have"
     return BadLine(where, problem, "divide it into several rows, or delete it")
 
 
 def cut_lines(stream: Input) -> Iterator[Lines | BadLine]:
-    """Chunks of a file of lines."""
-    path, keep = str(stream.path), is_compressed(stream.path)
-    held, offset, block = b"", 0, stream.read(READ)
+    """Yields the chunks of a JSON-lines file."""
+    path = str(stream.path)
+    keep = is_compressed(stream.path)
+    carry = b""
+    offset = 0
+    block = stream.read(READ)
     if block.startswith(BOM):
-        block, offset = block[len(BOM) :], len(BOM)
-    while block or held:
-        if len(held) > MAX_ROW and b"\n" not in block and block:
+        block = block[len(BOM) :]
+        offset = len(BOM)
+    while block or carry:
+        if len(carry) > MAX_ROW and b"\n" not in block and block:
             offset += len(block)  # the rest of a line that will be refused is not kept
             block = stream.read(READ)
             continue
-        data = held + block
+        data = carry + block
         if not block and not data.endswith(b"\n"):
             data += b"\n"
         codes = np.frombuffer(data, dtype=np.uint8)
@@ -131,27 +136,28 @@ def cut_lines(stream: Input) -> Iterator[Lines | BadLine]:
                     yield Lines(path, stream.line, lines - blank, offset + start, end - start, piece)
             stream.line += upto - done
             start, done = end, upto
-        held, offset = data[start:], offset + start
+        carry = data[start:]
+        offset = offset + start
         block = stream.read(READ) if block else b""
 
 
-def json_row(text: str | bytes, where: str, number: int, what: str) -> Raw | BadRow:
-    """One JSON object, or why it is none."""
+def json_row(text: str | bytes, where: str, number: int, unit: str) -> Raw | BadRow:
+    """Parses one JSON object; returns a BadRow with the reason if it is not one."""
     try:
         value = _DECODER.decode(text if isinstance(text, str) else text.decode())
     except UnicodeDecodeError as error:
         return BadRow(where, number, f"is not UTF-8 text ({error.reason})", "convert the file to UTF-8")
-    except _Twice as error:
+    except _DuplicateKey as error:
         return BadRow(where, number, f'has the key "{error}" twice', "keep one of them")
     except json.JSONDecodeError as error:
-        problem = f"this {what} is not JSON ({error.msg.removesuffix(' at')} at character {error.pos + 1})"
+        problem = f"this {unit} is not JSON ({error.msg.removesuffix(' at')} at character {error.pos + 1})"
         if (b"\0" if isinstance(text, bytes) else "\0") in text:  # type: ignore[operator]
-            problem = f"this {what} is not JSON: it holds NUL bytes (was the file written to its end?)"
-        return BadRow(where, number, problem, f"mend or delete the {what}; each {what} is one JSON object")
+            problem = f"this {unit} is not JSON: it holds NUL bytes (was the file written to its end?)"
+        return BadRow(where, number, problem, f"mend or delete the {unit}; each {unit} is one JSON object")
     except RecursionError:
-        return BadRow(where, number, f"this {what} is nested too deeply", "flatten or delete it")
+        return BadRow(where, number, f"this {unit} is nested too deeply", "flatten or delete it")
     except ValueError as error:  # an integer of more than 4300 digits
-        return BadRow(where, number, f"this {what} cannot be read ({error})", "write such numbers as strings")
+        return BadRow(where, number, f"this {unit} cannot be read ({error})", "write such numbers as strings")
     if type(value) is not dict:
         return not_a_row(value, where, number)
     return Raw(where, number, value)
@@ -160,26 +166,26 @@ def json_row(text: str | bytes, where: str, number: int, what: str) -> Raw | Bad
 _CALLED = {str: "text", bool: "true or false", int: "a number", float: "a number", list: "a list", dict: "an object"}
 
 
-def called(value: Any) -> str:
-    """What a JSON value is, in words."""
+def type_name(value: Any) -> str:
+    """Name of a JSON value's type, for messages."""
     return "null" if value is None else _CALLED.get(type(value), type(value).__name__)
 
 
 def not_a_row(value: Any, where: str, number: int) -> BadRow:
-    """A row that has no columns."""
-    problem = f"a row must be a JSON object, this is {called(value)}"
+    """Returns the BadRow for a JSON value that has no columns."""
+    problem = f"a row must be a JSON object, this is {type_name(value)}"
     return BadRow(where, number, problem, 'write {"messages": […]} or {"text": "…"} for each row')
 
 
-class _Twice(Exception):
-    """A key that an object has twice: which of the values is meant cannot be known."""
+class _DuplicateKey(Exception):
+    """An object has the same key twice, so its value is ambiguous."""
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     value = dict(pairs)
     if len(value) != len(pairs):
         keys = [key for key, _ in pairs]
-        raise _Twice(next(key for key in keys if keys.count(key) > 1))
+        raise _DuplicateKey(next(key for key in keys if keys.count(key) > 1))
     return value
 
 
@@ -191,7 +197,7 @@ _DECODER = json.JSONDecoder(object_pairs_hook=_unique)
 
 @dataclass(frozen=True)
 class Records:
-    """Records of a CSV file with the lines at which they begin."""
+    """CSV records with the lines at which they begin."""
 
     path: str
     header: tuple[str, ...]
@@ -219,7 +225,7 @@ _ESCAPED = re.compile("[\udc80-\udcff]")  # bytes that are not UTF-8, as the err
 
 
 def cut_records(stream: Input, delimiters: str) -> Iterator[Records]:
-    """Chunks of a CSV file. The first record names the columns."""
+    """Yields the chunks of a CSV file, whose first record names the columns."""
     csv.field_size_limit(MAX_ROW)  # the csv module has this one for all readers; its own default is 128 KB
     path = str(stream.path)
     lines = _text_lines(stream)
@@ -227,7 +233,7 @@ def cut_records(stream: Input, delimiters: str) -> Iterator[Records]:
     delimiter = max(delimiters, key=lambda d: (_columns(head, d), d == delimiters[0]))
     reader = csv.reader(_chained(head, lines), delimiter=delimiter, strict=True)
     header: tuple[str, ...] | None = None
-    held: list[tuple[int, list[str] | str]] = []
+    chunk: list[tuple[int, list[str] | str]] = []
     size = 0
     while True:
         line = reader.line_num + 1
@@ -248,13 +254,13 @@ def cut_records(stream: Input, delimiters: str) -> Iterator[Records]:
         if not any(fields):
             continue
         length = sum(map(len, fields))
-        if len(held) == CHUNK_ROWS or (held and size + length > CHUNK_BYTES):
-            yield Records(path, header, tuple(held))
-            held, size = [], 0
-        held.append((line, fields))
+        if len(chunk) == CHUNK_ROWS or (chunk and size + length > CHUNK_BYTES):
+            yield Records(path, header, tuple(chunk))
+            chunk, size = [], 0
+        chunk.append((line, fields))
         size += length
-    if held and header:
-        yield Records(path, header, tuple(held))
+    if chunk and header:
+        yield Records(path, header, tuple(chunk))
 
 
 def _text_lines(stream: Input) -> Iterator[str]:
@@ -293,7 +299,7 @@ def _header(fields: list[str] | str, where: str, field: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Texts:
-    """Text and code files, each of which is one row."""
+    """Text and code files; each file is one row."""
 
     paths: tuple[str, ...]
 
@@ -328,17 +334,17 @@ def _text_row(path: str, number: int) -> Raw | BadRow:
 
 
 def cut_texts(paths: Iterable[Path]) -> Iterator[Texts]:
-    """Chunks of text files; empty ones are left out."""
-    held: list[str] = []
+    """Yields chunks of text files, skipping empty ones."""
+    chunk: list[str] = []
     size = 0
     for path in paths:
         length = path.stat().st_size
         if not length:
             continue
-        if len(held) == CHUNK_ROWS or (held and size + length > CHUNK_BYTES):
-            yield Texts(tuple(held))
-            held, size = [], 0
-        held.append(str(path))
+        if len(chunk) == CHUNK_ROWS or (chunk and size + length > CHUNK_BYTES):
+            yield Texts(tuple(chunk))
+            chunk, size = [], 0
+        chunk.append(str(path))
         size += length
-    if held:
-        yield Texts(tuple(held))
+    if chunk:
+        yield Texts(tuple(chunk))

@@ -1,8 +1,8 @@
-"""Finds training rows that hold a passage of an eval source: so many words in a row (words.py), whoever says them.
+"""Finds training rows that share an n-gram of words (word_hashes.py) with an evaluation source, whatever the role.
 
-Words are compared in lower case and without punctuation; system prompts are left out, as eval and training rows often
-share one. An eval row of fewer words is found only where a training row says nothing else. The eval sources' n-grams
-lie as sorted hashes of 64 bits in files that workers map into memory.
+Words are compared in lower case and without punctuation; system prompts are ignored, as evaluation and training rows
+often share one. An evaluation row shorter than n words matches only a training row with no other words. The n-grams of
+the evaluation sources are stored as sorted 64-bit hashes in files that workers map into memory.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MARKS = 1 << 22  # bits of a hash that are looked up first: most n-grams are tol
 
 
 class EvalNgrams:
-    """The passages of the eval sources, in a folder; pickles as its path."""
+    """N-grams of the evaluation sources, stored in a folder; pickles as its path."""
 
     def __init__(self, folder: Path, words: int) -> None:
         self.folder, self.words = folder, words
@@ -34,44 +34,44 @@ class EvalNgrams:
 
     @classmethod
     def from_examples(cls, examples: Iterable[Example], words: int, folder: Path) -> EvalNgrams:
-        """Writes the passages of all examples to the folder."""
+        """Writes the n-grams of all examples to the folder."""
         hashes, rows = [np.empty(0, dtype=np.uint64)], [np.empty(0, dtype=np.uint32)]
-        wheres: list[str] = []
+        locations: list[str] = []
         rest = iter(examples)
         while batch := list(islice(rest, BATCH)):
             grams, counts = _passages(batch, words)
             hashes.append(grams)
-            rows.append(np.repeat(np.arange(len(wheres), len(wheres) + len(batch), dtype=np.uint32), counts))
-            wheres += [example.where for example in batch]
+            rows.append(np.repeat(np.arange(len(locations), len(locations) + len(batch), dtype=np.uint32), counts))
+            locations += [example.where for example in batch]
         unique, first = np.unique(np.concatenate(hashes), return_index=True)
         folder.mkdir(parents=True, exist_ok=True)
         np.save(folder / "hashes.npy", unique)
         np.save(folder / "rows.npy", np.concatenate(rows)[first])
-        (folder / "wheres.txt").write_text("\0".join(wheres), encoding="utf-8", errors="surrogatepass")
+        (folder / "wheres.txt").write_text("\0".join(locations), encoding="utf-8", errors="surrogatepass")
         return cls(folder, words)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return EvalNgrams, (self.folder, self.words)
 
     def hit(self, example: Example) -> str | None:
-        """Which eval row an example holds a passage of, as a reason; None if none."""
+        """Reason naming the evaluation row that shares an n-gram with the example; None if there is none."""
         return self.hits([example])[0]
 
     def hits(self, examples: Sequence[Example]) -> list[str | None]:
-        """The same for many at once, which is faster."""
-        found: list[str | None] = [None] * len(examples)
+        """Batched `hit`, which is faster."""
+        reasons: list[str | None] = [None] * len(examples)
         grams, counts = _passages(examples, self.words)
         marked = np.flatnonzero(self._marked[_mark(grams)])
         if not len(marked):
-            return found
+            return reasons
         places = np.minimum(np.searchsorted(self._hashes, grams[marked]), len(self._hashes) - 1)
-        true = self._hashes[places] == grams[marked]
-        owners = np.searchsorted(np.cumsum(counts), marked[true], "right")
-        for owner, place in zip(owners.tolist(), places[true].tolist(), strict=True):
-            if found[owner] is None:
+        matching = self._hashes[places] == grams[marked]
+        owners = np.searchsorted(np.cumsum(counts), marked[matching], "right")
+        for owner, place in zip(owners.tolist(), places[matching].tolist(), strict=True):
+            if reasons[owner] is None:
                 shared = f"{self.words} words in a row" if counts[owner] > 1 else "all its words"
-                found[owner] = f"{shared} are in {self._wheres[self._rows[place]]}"
-        return found
+                reasons[owner] = f"{shared} are in {self._wheres[self._rows[place]]}"
+        return reasons
 
 
 def _passages(examples: Sequence[Example], words: int) -> tuple[np.ndarray, np.ndarray]:

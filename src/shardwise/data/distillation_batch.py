@@ -1,9 +1,9 @@
-"""Batches for learning from a teacher: where the learned tokens are and, if it was asked before, what it answered.
+"""Batches for distillation: the positions of the loss tokens and, if precomputed, the teacher's predictions for them.
 
-[Note: answers] What a teacher thinks of each learned token is its k likeliest tokens with their log-probabilities and
-the log-probability of all others together, at temperature 1: 8k + 4 bytes. It lies in a file for each chunk of tokens,
-in the order of the tokens, in a folder named by all that it follows from: the teacher's files, k, the tokens. A file
-is renamed into place when it is whole, and mapped when it is read.
+[Note: answers] The teacher's prediction for a loss token is its top-k tokens with their log-probabilities and the
+log-probability of all others together, at temperature 1: 8k + 4 bytes. Predictions are stored in one file per chunk of
+tokens, in token order, in a folder keyed by everything they depend on: the teacher's files, k and the tokens. A file is
+renamed into place once complete, and memory-mapped when read.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from shardwise.data.store import OPEN, TokenStore, mapped
 
 @dataclass(frozen=True, kw_only=True)
 class DistillationBatch(MicroBatch):
-    """`places`: the positions, rows laid end to end, that predict a learned token.
+    """Causal batch with `places`, the positions in the flattened rows that predict a loss token.
 
-    For each the teacher's likeliest tokens (places, k) and log-probabilities (places, k + 1), if it was asked before.
+    For each position: the teacher's top-k tokens (places, k) and log-probabilities (places, k + 1), if precomputed.
     """
 
     places: torch.Tensor
@@ -36,18 +36,18 @@ class DistillationBatch(MicroBatch):
 
 
 class TeacherAnswers:
-    """What a teacher has answered, by store and chunk; see [Note: answers]."""
+    """Precomputed teacher predictions by store and chunk; see [Note: answers]."""
 
     def __init__(self, root: Path, k: int) -> None:
         self.root, self.k = root, k
         self._open: OrderedDict[Path, tuple[np.ndarray, np.ndarray]] = OrderedDict()
 
     def file(self, store: TokenStore, chunk: int) -> Path:
-        """Where the answers for a chunk are, or will be."""
+        """Path of the predictions for a chunk, whether or not they exist yet."""
         return self.root / store.folder.parent.name / store.folder.name / f"{chunk:07}.npy"
 
     def of(self, store: TokenStore, chunk: int, index: int) -> np.ndarray:
-        """One line for each learned token of a document: k tokens, then the bits of k + 1 log-probabilities."""
+        """One row per loss token of a document: k token ids, then the bits of k + 1 log-probabilities."""
         file = self.file(store, chunk)
         if file not in self._open:
             starts = np.concatenate([[0], np.cumsum(store.table(chunk)["supervised"], dtype=np.int64)])
@@ -60,14 +60,14 @@ class TeacherAnswers:
 
 
 class DistillationLayout(CausalLayout):
-    """Causal rows, with what a teacher has answered if there is such."""
+    """Causal layout that adds precomputed teacher predictions, if any."""
 
     def __init__(self, pad_id: int, answers: TeacherAnswers | None = None) -> None:
         super().__init__(pad_id)
         self._answers = answers
 
     def collate(self, reader: Any, sequences: Sequence[np.ndarray], epoch: int) -> DistillationBatch:
-        """As for causal rows; `reader` is a loader, whose sources say which store a document is of."""
+        """Collates as the causal layout does; `reader` is a loader, whose sources name the token stores."""
         rows = super().collate(reader, sequences, epoch)
         known: dict[str, Any] = {f.name: getattr(rows, f.name) for f in fields(rows)}
         known["places"] = torch.from_numpy(np.flatnonzero(rows.labels.numpy() != IGNORE))

@@ -1,6 +1,6 @@
-"""Where documents begin and end in packed rows.
+"""Document boundaries in packed rows.
 
-The boundaries are known on the host when the batch is laid out, and travel with it; a T x T mask is never needed
+Boundaries are known on the host when the batch is collated and travel with it; a T x T mask is never needed
 (nn/attention/document_mask.py).
 """
 
@@ -16,7 +16,7 @@ import torch
 
 @dataclass(frozen=True)
 class Documents:
-    """The documents of packed rows: every token belongs to one, and padding at the end of a row is one more."""
+    """Document boundaries of packed rows; padding at the end of a row counts as one more document."""
 
     rows: int
     width: int
@@ -28,7 +28,7 @@ class Documents:
 
     @classmethod
     def of_positions(cls, positions: np.ndarray | torch.Tensor) -> Documents:
-        """From positions on the host, (rows, width): a document begins where they do not go up by one."""
+        """From position ids on the host, (rows, width): a document begins where they do not increase by one."""
         table = np.asarray(positions)
         starts = np.ones(table.shape, dtype=bool)
         starts[:, 1:] = np.diff(table, axis=1) != 1
@@ -36,7 +36,7 @@ class Documents:
 
     @classmethod
     def of_lengths(cls, rows: Sequence[Sequence[int]]) -> Documents:
-        """From the lengths of each row's documents; rows that are not full end in a document of padding."""
+        """From the document lengths of each row; rows that are not full end in a padding document."""
         width = max(sum(row) for row in rows)
         starts = [i * width + sum(row[:n]) for i, row in enumerate(rows) for n in range(len(row) + (sum(row) < width))]
         return cls._of_starts(np.array(starts), len(rows), width)
@@ -48,12 +48,12 @@ class Documents:
         return cls(rows, width, lengths, torch.from_numpy(bounds), max(lengths), len(lengths) == rows)
 
     def to(self, device: torch.device) -> Documents:
-        """The same with the boundaries on a device."""
+        """Copy with the boundaries on `device`."""
         return replace(self, boundaries=self.boundaries.to(device, non_blocking=True))
 
     @cached_property
     def index(self) -> torch.Tensor:
-        """The number of each token's document, (rows, width), on the device; the host does not wait for it."""
+        """Document index of each token, (rows, width), on the device, without a host sync."""
         bounds = self.boundaries.long()
         numbers = torch.arange(len(self.lengths), device=bounds.device)
         total = self.rows * self.width
@@ -61,12 +61,12 @@ class Documents:
 
     @cached_property
     def positions(self) -> torch.Tensor:
-        """The position of each token within its document, (rows, width), on the device."""
+        """Position of each token within its document, (rows, width), on the device."""
         flat = torch.arange(self.rows * self.width, device=self.boundaries.device).view(self.rows, self.width)
         return flat - self.boundaries.long()[self.index]
 
     @cached_property
     def spans(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Where each token's document begins and ends within the rows laid end to end, int32, on the device."""
+        """Begin and end of each token's document in the flattened rows, int32, on the device."""
         index = self.index.flatten()
         return self.boundaries[index], self.boundaries[index + 1]

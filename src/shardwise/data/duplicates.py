@@ -1,17 +1,18 @@
-"""Finds rows that repeat earlier ones, within a source and across sources; the first in the order of sources stays.
+"""Finds rows that repeat earlier ones, within and across sources; the first in source order is kept.
 
-[Note: repeats] Exact: the same parts by the same roles, after Unicode NFC and with every run of white space as one
-space; case counts, and so do system prompts, tools, weights and labels. Near: the sets of word 5-grams (words.py; a
-row of fewer words is one n-gram, a system prompt is left out) have a Jaccard similarity of at least
-`refine.similarity` with an earlier row *that stays*. It is not transitive: of A ~ B ~ C with A unlike C, B goes and C
-stays, so nothing is lost that is not still there in much the same words.
+[Note: repeats] Exact: the same text by the same roles, after Unicode NFC and with every run of white space as one
+space; case counts, and so do system prompts, tools, weights and labels. Near: the sets of word 5-grams (word_hashes.py;
+a row of fewer words is one n-gram, system prompts are ignored) have a Jaccard similarity of at least
+`refine.similarity` with an earlier row *that is kept*. It is not transitive: of A ~ B ~ C with A unlike C, B is dropped
+and C is kept, so everything that is dropped is still there in much the same words.
 
-[Note: minhash] Workers make keys of chunks of rows (`row_keys`); the parent collects them in files (`DuplicateFinder`).
-A row has a few band keys, each of some minimum hashes; rows that share one are candidates, and every candidate is
-verified on the n-grams themselves, so false alarms cost time only. Bands are chosen so that a pair at the threshold
-is found with 99%. Own numpy code, because the index must not grow in memory with the source: datasketch 2.0 holds 6 KB
-in Python objects per row of 146 words (and takes 3 times as long: benchmarks/duplicates.py); here it is 100 bytes in
-memory, 700 where nearly all rows are alike, and the keys on disk while rows are compared.
+[Note: minhash] Workers compute keys of chunks of rows (`row_keys`); the parent collects them in files
+(`DuplicateFinder`). A row has a few band keys, each of some minimum hashes; rows that share one are candidates, and
+every candidate is verified on the n-grams themselves, so false positives cost time only. Bands are chosen so that a
+pair at the threshold is found with 99% probability. Own numpy code, because the index must not grow in memory with the
+source: datasketch 2.0 holds 6 KB in Python objects per row of 146 words (and takes 3 times as long:
+benchmarks/duplicates.py); here it is 100 bytes in memory, 700 where nearly all rows are near-duplicates, and the keys
+on disk while rows are compared.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ VERIFIED = 64  # candidates of a row, those first that share most bands
 
 
 class Removal(NamedTuple):
-    """Why a row is left out."""
+    """Why a row is dropped."""
 
     fate: str
     reason: str
@@ -48,7 +49,7 @@ class Removal(NamedTuple):
 
 @dataclass(frozen=True)
 class RowKeys:
-    """What is compared of a chunk of rows; made in a worker."""
+    """Keys by which a chunk of rows is compared, computed in a worker."""
 
     numbers: np.ndarray  # (rows,) int64: of each row in its source
     wheres: list[str]
@@ -59,21 +60,22 @@ class RowKeys:
 
 
 def row_keys(examples: Sequence[Example], refine: Refine) -> RowKeys:
-    """Keys of consecutive rows of a source."""
+    """Returns the keys of consecutive rows of a source."""
     digests = np.frombuffer(b"".join(map(_digest, examples)), dtype=np.uint64).reshape(-1, 2)
     if refine.duplicates == "near":
         grams, sizes = _gram_sets(examples)
         bands = _band_keys(grams, sizes, *band_shape(refine.similarity))
         grams, sizes = _lowest(grams, sizes)
     else:
-        grams, sizes = np.empty(0, dtype=np.uint32), np.zeros(len(examples), dtype=np.int64)
+        grams = np.empty(0, dtype=np.uint32)
+        sizes = np.zeros(len(examples), dtype=np.int64)
         bands = np.empty((len(examples), 0), dtype=np.uint64)
     numbers = np.array([e.number for e in examples], dtype=np.int64)
     return RowKeys(numbers, [e.where for e in examples], digests, bands, sizes, grams)
 
 
 def band_shape(similarity: float) -> tuple[int, int]:
-    """Bands and hashes per band: the most selective that finds a pair of this similarity with 99%."""
+    """Number of bands and hashes per band: the most selective choice with 99% recall at this similarity."""
     best = (1, 1)
     for rows in range(1, HASHES + 1):
         chance = similarity**rows
@@ -84,17 +86,17 @@ def band_shape(similarity: float) -> tuple[int, int]:
 
 
 def _digest(example: Example) -> bytes:
-    """128 bits of everything that makes two rows the same."""
+    """128-bit digest of everything that exact duplicates must share."""
     # The separators are white space to Python, so no text that went through split() has them.
-    said = [f"{role}\x1e{' '.join(unicodedata.normalize('NFC', text).split())}" for role, text in parts(example)]
+    fields = [f"{role}\x1e{' '.join(unicodedata.normalize('NFC', text).split())}" for role, text in parts(example)]
     rest = (example.tools, example.weights if any(w is not None for w in example.weights) else (), example.label)
     if any(rest[:2]) or example.label is not None or example.learned is not None:
-        said.append(dumped([*rest, None if example.learned is None else list(map(int, example.learned))]))
-    return blake2b("\x1f".join(said).encode("utf-8", "surrogatepass"), digest_size=16).digest()
+        fields.append(dumped([*rest, None if example.learned is None else list(map(int, example.learned))]))
+    return blake2b("\x1f".join(fields).encode("utf-8", "surrogatepass"), digest_size=16).digest()
 
 
 def _gram_sets(examples: Sequence[Example]) -> tuple[np.ndarray, np.ndarray]:
-    """The set of n-grams of each row as sorted hashes (uint32), one row after the other, and their sizes."""
+    """Sorted n-gram hashes (uint32) of each row, concatenated, and their sizes."""
     hashes, counts = hashed_words(examples, fill=WORDS, roles=True, signs=True)
     grams, counts = ngrams(hashes, counts, WORDS)
     row = np.repeat(np.arange(len(examples), dtype=np.uint64), counts)
@@ -105,7 +107,7 @@ def _gram_sets(examples: Sequence[Example]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _band_keys(grams: np.ndarray, sizes: np.ndarray, bands: int, rows: int) -> np.ndarray:
-    """Keys of each row's bands; those of a row without words are never looked at."""
+    """Band keys of each row; those of a row without words are never used."""
     keys = np.zeros((len(sizes), bands), dtype=np.uint64)
     some = np.flatnonzero(sizes)
     if not len(some):
@@ -125,7 +127,7 @@ def _band_keys(grams: np.ndarray, sizes: np.ndarray, bands: int, rows: int) -> n
 
 
 def _lowest(grams: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The lowest `KEPT` n-grams of each row."""
+    """The lowest `KEPT` n-gram hashes of each row."""
     if (sizes <= KEPT).all():
         return grams, sizes
     place = np.arange(len(grams)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
@@ -133,7 +135,7 @@ def _lowest(grams: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarra
 
 
 def similarity(first: np.ndarray, second: np.ndarray) -> float:
-    """Jaccard similarity of two sets of n-grams; of rows longer than `KEPT`, that of the hashes both have kept."""
+    """Jaccard similarity of two n-gram sets; for rows longer than `KEPT`, estimated from the hashes kept of both."""
     if cut := [a[-1] for a in (first, second) if len(a) == KEPT]:
         first, second = (a[: np.searchsorted(a, min(cut), "right")] for a in (first, second))
     union = len(np.union1d(first, second))
@@ -141,23 +143,23 @@ def similarity(first: np.ndarray, second: np.ndarray) -> float:
 
 
 def _possible(size: int, others: np.ndarray, least: float) -> np.ndarray:
-    """Which sets are of a size that allows the similarity; of rows that were cut the size is not known."""
+    """Which sets have a size that allows the similarity; the size of truncated sets is unknown."""
     fits = np.minimum(size, others) >= least * np.maximum(size, others)
     return np.asarray(fits | (others == KEPT) | (size == KEPT))
 
 
-def _bounds(mine: np.ndarray, others: list[np.ndarray], marks: np.ndarray) -> np.ndarray:
-    """Similarities, at most too high, of many sets at once: n-grams are compared by their first 20 bits."""
+def _bounds(grams: np.ndarray, others: list[np.ndarray], marks: np.ndarray) -> np.ndarray:
+    """Upper bounds of the similarities with many sets at once, comparing n-grams by their first 20 bits."""
     sizes = np.array([len(other) for other in others])
-    places = mine >> MARK_SHIFT
-    marks[places] = 1
+    slots = grams >> MARK_SHIFT
+    marks[slots] = 1
     common = np.add.reduceat(marks[np.concatenate(others) >> MARK_SHIFT], np.cumsum(sizes) - sizes, dtype=np.int64)
-    marks[places] = 0
-    return np.asarray(common / np.maximum(len(mine) + sizes - common, 1))
+    marks[slots] = 0
+    return np.asarray(common / np.maximum(len(grams) + sizes - common, 1))
 
 
 class DuplicateFinder:
-    """Collects the keys of all rows in a folder, in the order of sources and rows, and says which ones go."""
+    """Collects the keys of all rows in a folder, in the order of sources and rows, and finds duplicates."""
 
     def __init__(self, refine: Refine, folder: Path) -> None:
         self.refine, self.folder = refine, folder
@@ -168,18 +170,18 @@ class DuplicateFinder:
         self.rows = 0
 
     def add(self, source: int, keys: RowKeys) -> None:
-        """Takes a chunk of a source; chunks come in the order of sources and rows."""
+        """Adds the keys of a chunk; chunks must come in the order of sources and rows."""
         if not len(keys.numbers):
             return
         assert self._last < (source, int(keys.numbers[0])), "chunks must be added in order"
         self._last = source, int(keys.numbers[-1])
         self.rows += len(keys.numbers)
-        wheres = [where.encode("utf-8", "surrogatepass") for where in keys.wheres]
-        self._append("source", np.full(len(wheres), source, dtype=np.int32))
+        locations = [where.encode("utf-8", "surrogatepass") for where in keys.wheres]
+        self._append("source", np.full(len(locations), source, dtype=np.int32))
         self._append("number", keys.numbers)
         self._append("digest", keys.digests)
-        self._append("where_size", np.array([len(w) for w in wheres], dtype=np.int32))
-        self._append("where", np.frombuffer(b"".join(wheres), dtype=np.uint8))
+        self._append("where_size", np.array([len(w) for w in locations], dtype=np.int32))
+        self._append("where", np.frombuffer(b"".join(locations), dtype=np.uint8))
         if self.bands:
             self._append("size", keys.sizes.astype(np.int32))
             self._append("grams", keys.grams)
@@ -187,7 +189,7 @@ class DuplicateFinder:
                 self._append(f"band{band}", np.ascontiguousarray(keys.bands[:, band]))
 
     def removed(self) -> Removals:
-        """All rows that go, once every chunk has been added; of the files only the places of rows are left."""
+        """Returns the duplicates once every chunk has been added; keeps only the file of row locations."""
         for file in self._files.values():
             file.close()
         original = self._exact()
@@ -195,32 +197,32 @@ class DuplicateFinder:
         likeness = np.ones(self.rows, dtype=np.float32)
         if self.bands:
             self._near(original, likeness)
-        gone = np.flatnonzero(original >= 0)
+        duplicates = np.flatnonzero(original >= 0)
         lengths = self._read("where_size", np.int32)
-        ends = np.cumsum(lengths, dtype=np.int64)[original[gone]]
-        found = {
-            "source": self._read("source", np.int32)[gone],
-            "number": self._read("number", np.int64)[gone],
-            "near": ~exact[gone],
-            "likeness": likeness[gone],
-            "where_begin": ends - lengths[original[gone]],
+        ends = np.cumsum(lengths, dtype=np.int64)[original[duplicates]]
+        table = {
+            "source": self._read("source", np.int32)[duplicates],
+            "number": self._read("number", np.int64)[duplicates],
+            "near": ~exact[duplicates],
+            "likeness": likeness[duplicates],
+            "where_begin": ends - lengths[original[duplicates]],
             "where_end": ends,
         }
-        wheres = self._read("where", np.uint8)
+        locations = self._read("where", np.uint8)
         for name in self._files.keys() - {"where"}:
             (self.folder / name).unlink()
-        return Removals(found, wheres)
+        return Removals(table, locations)
 
     def _exact(self) -> np.ndarray:
-        """For each row the first that is the same, -1 if that is itself."""
+        """For each row the index of the first identical row, -1 if it is the first."""
         original = np.full(self.rows, -1, dtype=np.int64)
         digests = self._read("digest", np.uint64).reshape(-1, 2)
         order = np.lexsort((digests[:, 1], digests[:, 0]))  # stable: of the same ones the first row comes first
         ranked = digests[order]
-        again = np.zeros(self.rows, dtype=bool)
-        again[1:] = (ranked[1:] == ranked[:-1]).all(axis=1)
-        first = order[np.maximum.accumulate(np.where(again, 0, np.arange(self.rows)))]
-        original[order[again]] = first[again]
+        repeated = np.zeros(self.rows, dtype=bool)
+        repeated[1:] = (ranked[1:] == ranked[:-1]).all(axis=1)
+        first = order[np.maximum.accumulate(np.where(repeated, 0, np.arange(self.rows)))]
+        original[order[repeated]] = first[repeated]
         return original
 
     def _near(self, original: np.ndarray, likeness: np.ndarray) -> None:
@@ -235,15 +237,16 @@ class DuplicateFinder:
 
         marks = np.zeros(MARKS, dtype=np.uint8)
         for row, shared in buckets:
-            mine, others = gram_set(row), buckets.kept(shared)
-            if len(others):
-                others = others[_possible(len(mine), sizes[others], least)][:VERIFIED]
-            if len(others) > 1:
-                likely = _bounds(mine, [gram_set(other) for other in others.tolist()], marks) >= least
-                others = others[likely | (sizes[others] == KEPT) | (len(mine) == KEPT)]
-            for other in others.tolist():
-                if (found := similarity(mine, gram_set(other))) >= least:
-                    original[row], likeness[row] = other, found
+            row_grams = gram_set(row)
+            candidates = buckets.kept(shared)
+            if len(candidates):
+                candidates = candidates[_possible(len(row_grams), sizes[candidates], least)][:VERIFIED]
+            if len(candidates) > 1:
+                likely = _bounds(row_grams, [gram_set(candidate) for candidate in candidates.tolist()], marks) >= least
+                candidates = candidates[likely | (sizes[candidates] == KEPT) | (len(row_grams) == KEPT)]
+            for candidate in candidates.tolist():
+                if (score := similarity(row_grams, gram_set(candidate))) >= least:
+                    original[row], likeness[row] = candidate, score
                     break
             else:
                 buckets.keep(row, shared)
@@ -275,7 +278,7 @@ class DuplicateFinder:
 
 
 class _Buckets:
-    """Rows by bucket, of which only those that stay are kept, in place: the array never grows."""
+    """Kept rows by bucket, updated in place: the array never grows."""
 
     def __init__(self, members: np.ndarray, sizes: np.ndarray) -> None:
         self._members = members
@@ -287,50 +290,51 @@ class _Buckets:
         self._bounds = np.append(starts, len(members))
 
     def __iter__(self) -> Iterator[tuple[int, np.ndarray]]:
-        """Each row that is in some bucket, in order, and its buckets."""
+        """Yields each row that is in some bucket, in order, with its buckets."""
         for index in range(len(self._rows)):
             yield int(self._rows[index]), self._of[self._bounds[index] : self._bounds[index + 1]]
 
     def kept(self, buckets: np.ndarray) -> np.ndarray:
-        """Rows that stay and share a bucket, those first that share most."""
-        starts, filled = self._starts[buckets], np.minimum(self._filled[buckets], LOOKED_AT)
-        found = [self._members[s : s + n] for s, n in zip(starts.tolist(), filled.tolist(), strict=True) if n]
-        if len(found) <= 1:
-            return found[0].copy() if found else self._members[:0]
-        rows, shared = np.unique(np.concatenate(found), return_counts=True)
+        """Kept rows that share a bucket, sorted by the number of shared buckets."""
+        starts = self._starts[buckets]
+        filled = np.minimum(self._filled[buckets], LOOKED_AT)
+        members = [self._members[s : s + n] for s, n in zip(starts.tolist(), filled.tolist(), strict=True) if n]
+        if len(members) <= 1:
+            return members[0].copy() if members else self._members[:0]
+        rows, shared = np.unique(np.concatenate(members), return_counts=True)
         return np.asarray(rows[np.argsort(-shared, kind="stable")])
 
     def keep(self, row: int, buckets: np.ndarray) -> None:
-        """Notes that a row stays."""
+        """Marks a row as kept."""
         self._members[self._starts[buckets] + self._filled[buckets]] = row
         self._filled[buckets] += 1
 
 
 class Removals:
-    """The rows that go, by source and row number; reasons are read when asked for."""
+    """Duplicate rows by source and row number; reasons are built on demand."""
 
-    def __init__(self, found: dict[str, np.ndarray], wheres: np.ndarray) -> None:
-        self._found, self._wheres = found, wheres
+    def __init__(self, table: dict[str, np.ndarray], locations: np.ndarray) -> None:
+        self._table, self._wheres = table, locations
 
     def __len__(self) -> int:
-        return len(self._found["number"])
+        return len(self._table["number"])
 
     def counts(self) -> dict[str, int]:
-        """How many rows go, by fate."""
-        near = int(self._found["near"].sum())
+        """Number of dropped rows by fate."""
+        near = int(self._table["near"].sum())
         return {"duplicate": len(self) - near, "near duplicate": near}
 
     def of(self, source: int, first: int = 0, stop: int | None = None) -> dict[int, Removal]:
-        """Rows of a source that go, by number, from `first` up to `stop`: small enough to send along with a chunk."""
-        low, high = np.searchsorted(self._found["source"], [source, source + 1])
-        numbers = self._found["number"][low:high]
+        """Dropped rows of a source by number, from `first` up to `stop`: small enough to send along with a chunk."""
+        low, high = np.searchsorted(self._table["source"], [source, source + 1])
+        numbers = self._table["number"][low:high]
         begin = int(low + np.searchsorted(numbers, first))
         end = int(high if stop is None else low + np.searchsorted(numbers, stop))
-        return {int(self._found["number"][i]): self._removal(i) for i in range(begin, end)}
+        return {int(self._table["number"][i]): self._removal(i) for i in range(begin, end)}
 
     def _removal(self, index: int) -> Removal:
-        begin, end = (int(self._found[edge][index]) for edge in ("where_begin", "where_end"))
+        begin, end = (int(self._table[edge][index]) for edge in ("where_begin", "where_end"))
         where = self._wheres[begin:end].tobytes().decode("utf-8", "surrogatepass")
-        if not self._found["near"][index]:
+        if not self._table["near"][index]:
             return Removal("duplicate", f"repeats {where}")
-        return Removal("near duplicate", f"{self._found['likeness'][index]:.0%} like {where}")
+        return Removal("near duplicate", f"{self._table['likeness'][index]:.0%} like {where}")

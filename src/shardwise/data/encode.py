@@ -1,11 +1,11 @@
-"""Text to tokens, and from a place in the text to the token that begins there.
+"""Encodes text, and maps character positions to tokens.
 
-[Note: words] A byte-level tokenizer cuts text into words by a pattern before it merges the bytes of each. Words repeat,
-and looking one up is several times faster than merging it again: so ASCII text is cut here, by the same patterns for
-ASCII, and each new word is tokenised once. Which pattern a tokenizer has is found by trying: one is used only if it
-gives the tokenizer's own tokens for a thousand strings made for the purpose, and one text in 64 is tokenised both ways
-for ever after. Other text, and tokenizers that no pattern fits (SentencePiece, those that merge across blanks, those
-whose special tokens swallow blanks), take the tokenizer's own way.
+[Note: words] A byte-level tokenizer splits text into words by a pattern before it merges the bytes of each. Words
+repeat, and a lookup is several times faster than merging again: so ASCII text is split here, by the same patterns for
+ASCII, and each new word is tokenised once. The pattern of a tokenizer is found by trial: one is used only if it gives
+the tokenizer's own tokens for a thousand generated strings, and one text in 64 is still tokenised both ways and
+compared. Other text, and tokenizers that no pattern fits (SentencePiece, those that merge across blanks, those whose
+special tokens absorb blanks), are encoded by the tokenizer itself.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ Piece = tuple[list[int], list[int]]  # token ids, and at which character of the 
 
 
 class Encoded:
-    """Tokens of a text, made by the tokenizer in one go."""
+    """Tokens of a text, encoded by the tokenizer in one call."""
 
     def __init__(self, encoding: Any, length: int) -> None:
         self._encoding, self._length = encoding, length
         self.ids = np.array(encoding.ids, dtype=np.int32)
 
     def first_from(self, place: int) -> int:
-        """The first token that begins at this character or later; a token without width counts where it stands."""
+        """Index of the first token that begins at this character or later; zero-width tokens count where they stand."""
         encoding = self._encoding
         if place >= self._length:
             return len(encoding)
@@ -58,18 +58,18 @@ class Encoded:
         return int(token) if begin >= place else int(token) + 1
 
     def edge(self, place: int) -> tuple[int, int]:
-        """`first_from` and `reaches`."""
+        """Returns (`first_from`, `reaches`)."""
         return self.first_from(place), self.reaches(place)
 
     def reaches(self, place: int) -> int:
-        """Where the token ends that begins before this character and reaches beyond; the place itself if none does."""
+        """End of the token that spans this character from before it; the character itself if none does."""
         token = self._encoding.char_to_token(place) if place < self._length else None
         begin, end = (place, place) if token is None else self._encoding.token_to_chars(token)
         return int(end) if begin < place else place
 
 
 class Joined:
-    """Tokens of a text, joined from those of its pieces."""
+    """Tokens of a text, concatenated from those of its words."""
 
     def __init__(self, texts: list[str], pieces: list[Piece]) -> None:
         self._texts, self._pieces = texts, pieces
@@ -79,25 +79,26 @@ class Joined:
         self._tokens: list[int] = []
 
     def first_from(self, place: int) -> int:
-        """The first token that begins at this character or later."""
+        """Index of the first token that begins at this character or later."""
         index, inside = self._locate(place)
         return self._tokens[index] + sum(begin < inside for begin in self._pieces[index][1])
 
     def edge(self, place: int) -> tuple[int, int]:
-        """`first_from` and `reaches`, quickly where a piece begins, as most edges of answers do."""
+        """Returns (`first_from`, `reaches`); fast at word boundaries, where most answers begin and end."""
         index, inside = self._locate(place)
         return (self.first_from(place), self.reaches(place)) if inside else (self._tokens[index], place)
 
     def reaches(self, place: int) -> int:
-        """Where the token ends that begins before this character and reaches beyond; the place itself if none does."""
+        """End of the token that spans this character from before it; the character itself if none does."""
         index, inside = self._locate(place)
-        begins, length = self._pieces[index][1], len(self._texts[index])
+        begins = self._pieces[index][1]
+        length = len(self._texts[index])
         if inside >= length or inside in begins:
             return place
         return self._places[index] + min((b for b in begins if b > inside), default=length)
 
     def _locate(self, place: int) -> tuple[int, int]:
-        """The piece that a character is in, and at which place of it."""
+        """The word that contains a character, and the offset within it."""
         if not self._places:
             self._places = list(accumulate(map(len, self._texts), initial=0))
             self._tokens = list(accumulate(map(len, self._lists), initial=0))
@@ -106,7 +107,7 @@ class Joined:
 
 
 class Encoder:
-    """Tokenises texts with the inner part of a fast tokenizer; adds no special tokens of its own."""
+    """Encodes texts with the backend of a fast tokenizer, without adding special tokens."""
 
     def __init__(self, inner: Any) -> None:
         self._inner = inner
@@ -116,43 +117,43 @@ class Encoder:
 
     @property
     def by_words(self) -> bool:
-        """Whether ASCII text is tokenised word by word."""
+        """Whether ASCII text is encoded word by word; see [Note: words]."""
         return self._words is not None
 
     def encode(self, texts: Sequence[str]) -> Iterator[Encoded | Joined]:
-        """Tokens of each text."""
+        """Yields the tokens of each text."""
         for at in range(0, len(texts), BATCH):
-            some = texts[at : at + BATCH]
-            plain = [self._words is not None and text != "" and text.isascii() for text in some]
-            by_words = self._by_words([t for t, p in zip(some, plain, strict=True) if p])[::-1]
-            whole = self._whole([t for t, p in zip(some, plain, strict=True) if not p])[::-1]
+            batch = texts[at : at + BATCH]
+            plain = [self._words is not None and text != "" and text.isascii() for text in batch]
+            by_words = self._encode_by_words([t for t, p in zip(batch, plain, strict=True) if p])[::-1]
+            unsplit = self._encode_unsplit([t for t, p in zip(batch, plain, strict=True) if not p])[::-1]
             for p in plain:
-                yield by_words.pop() if p else whole.pop()
+                yield by_words.pop() if p else unsplit.pop()
 
-    def _whole(self, texts: Sequence[str]) -> list[Encoded]:
+    def _encode_unsplit(self, texts: Sequence[str]) -> list[Encoded]:
         if not texts:
             return []
         encodings = self._inner.encode_batch(list(texts), add_special_tokens=False)
         return [Encoded(e, len(t)) for e, t in zip(encodings, texts, strict=True)]
 
-    def _by_words(self, texts: Sequence[str]) -> list[Joined]:
+    def _encode_by_words(self, texts: Sequence[str]) -> list[Joined]:
         if not texts:
             return []
         assert self._words is not None
         cut = [self._words(text) for text in texts]
-        known = self._learned({piece for pieces in cut for piece in pieces})
+        ids_of = self._add_words({piece for pieces in cut for piece in pieces})
         joined = []
         for text, pieces in zip(texts, cut, strict=True):
-            one = Joined(pieces, [known[piece] for piece in pieces])
+            encoded = Joined(pieces, [ids_of[piece] for piece in pieces])
             if self._count % CHECKED == 0:
-                whole = self._inner.encode(text, add_special_tokens=False).ids
-                assert whole == one.ids.tolist(), f"words and whole differ: {text!r}"
+                reference = self._inner.encode(text, add_special_tokens=False).ids
+                assert reference == encoded.ids.tolist(), f"words and whole differ: {text!r}"
             self._count += 1
-            joined.append(one)
+            joined.append(encoded)
         return joined
 
-    def _learned(self, pieces: set[str]) -> dict[str, Piece]:
-        """Everything known, these pieces with it."""
+    def _add_words(self, pieces: set[str]) -> dict[str, Piece]:
+        """Tokens of all cached words, after adding these."""
         if len(self._known) > KEPT:
             self._known = {}
         new = [piece for piece in pieces if piece not in self._known]
@@ -163,7 +164,7 @@ class Encoder:
 
 
 class _AsciiSplitter:
-    """Cuts ASCII text into special tokens and words."""
+    """Splits ASCII text into special tokens and words."""
 
     def __init__(self, inner: Any, pattern: str) -> None:
         self._added = list(inner.get_added_tokens_decoder().values())
@@ -185,10 +186,11 @@ class _AsciiSplitter:
         return pieces
 
     def fits(self, inner: Any) -> bool:
-        """Whether a tokenizer gives the same tokens for ASCII text when it is cut like this."""
+        """Whether a tokenizer gives the same tokens for ASCII text when it is split this way."""
         if any(t.lstrip or t.rstrip or t.single_word or not t.content.strip() for t in self._added):
             return False
-        rng, marks = random.Random(0), [t.content for t in self._added if t.content.isascii()]
+        rng = random.Random(0)
+        marks = [t.content for t in self._added if t.content.isascii()]
         for _ in range(PROBES):
             parts = []
             for _ in range(rng.randint(1, 12)):
@@ -201,8 +203,8 @@ class _AsciiSplitter:
                     parts.append(rng.choice(marks))
             text = rng.choice([" ", " ", "", "  "]).join(parts)
             pieces = self(text)
-            apart = [inner.encode(piece, add_special_tokens=False).ids for piece in pieces]
-            whole = inner.encode(text, add_special_tokens=False).ids
-            if "".join(pieces) != text or list(chain.from_iterable(apart)) != whole:
+            piecewise = [inner.encode(piece, add_special_tokens=False).ids for piece in pieces]
+            reference = inner.encode(text, add_special_tokens=False).ids
+            if "".join(pieces) != text or list(chain.from_iterable(piecewise)) != reference:
                 return False
         return True

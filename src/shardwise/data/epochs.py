@@ -16,24 +16,24 @@ from math import ceil
 
 @dataclass(frozen=True)
 class Epochs:
-    """How many sequences a run trains on in each of its epochs; of the last epoch this may be a part."""
+    """Number of sequences trained on in each epoch of a run; the last epoch may be partial."""
 
     sizes: tuple[int, ...]
 
     @classmethod
     def of(cls, count: float, sequences: Callable[[int], int]) -> Epochs:
-        """`count` epochs, each of so many sequences (packing makes them differ by a few); 1.5 is half of a second."""
+        """`count` epochs of the given numbers of sequences (packing makes them differ by a few); 1.5 ends mid-epoch."""
         exact = Fraction(str(count))
         parts = [min(Fraction(1), exact - epoch) for epoch in range(ceil(exact))]
         return cls(tuple(ceil(part * sequences(epoch)) for epoch, part in enumerate(parts)))
 
     @property
     def end(self) -> int:
-        """The position at which the run ends."""
+        """Global position at which the run ends."""
         return sum(self.sizes)
 
     def left(self, position: int) -> int:
-        """Sequences from a position to the end of its epoch; 0 where the run has ended."""
+        """Number of sequences from a position to the end of its epoch; 0 after the end of the run."""
         end = 0
         for size in self.sizes:
             end += size
@@ -42,7 +42,7 @@ class Epochs:
         return 0
 
     def steps(self, batch_size: int, position: int = 0) -> int:
-        """Optimizer steps from a position to the end of the run."""
+        """Number of optimizer steps from a position to the end of the run."""
         steps, end = 0, 0
         for size in self.sizes:
             end += size
@@ -50,21 +50,23 @@ class Epochs:
         return steps
 
     def in_words(self, count: float, batch_size: int, steps: int | None) -> str:
-        """These `count` epochs, their sequences, and how many of them a step takes; ended after so many `steps`."""
+        """One-line description: epochs, sequences, sequences per step, and `steps` if the run is cut short."""
         several = count == len(self.sizes)
-        held = _range(self.sizes) if several else f"{self.end:,}"
-        said = f"{count:g} epoch{'s' * (count != 1)}{' of' if several else ','} {held} sequence{'s' * (held != '1')}"
+        length = _range(self.sizes) if several else f"{self.end:,}"
+        text = (
+            f"{count:g} epoch{'s' * (count != 1)}{' of' if several else ','} {length} sequence{'s' * (length != '1')}"
+        )
         last = [size % batch_size for size in self.sizes if size % batch_size]
         if max(self.sizes) < batch_size:
-            said += ", one step each"
+            text += ", one step each"
         else:
-            said += f", {batch_size} a step" + (f" and {_range(last)} in the last of an epoch" if last else "")
+            text += f", {batch_size} a step" + (f" and {_range(last)} in the last of an epoch" if last else "")
         cut = steps is not None and steps < self.steps(batch_size)
-        return f"{said}; ended after {steps} of {self.steps(batch_size)} steps" if cut else said
+        return f"{text}; ended after {steps} of {self.steps(batch_size)} steps" if cut else text
 
 
 def stream_in_words(steps: int, batch_size: int, sequences: int) -> str:
-    """How many epochs of so many sequences full steps are."""
+    """One-line description of how many epochs `steps` full steps amount to."""
     return f"{steps * batch_size / sequences:.2f} epochs of {sequences:,} sequences"
 
 
@@ -74,16 +76,16 @@ def _range(values: Sequence[int]) -> str:
 
 
 def micro_batches(count: int, micro: int, rank: int, ranks: int) -> list[range]:
-    """A rank's micro-batches of `count` sequences, the same number on every rank: forwards are collective.
+    """Ranges of sequences of a rank's micro-batches, the same number on every rank since forwards are collective.
 
     All but the last have `micro` sequences. What is left for the last is spread over the ranks, of which some may get
     an empty range.
     """
     together = micro * ranks
     full = count // together * together
-    found = [range(first + rank * micro, first + (rank + 1) * micro) for first in range(0, full, together)]
+    ranges = [range(first + rank * micro, first + (rank + 1) * micro) for first in range(0, full, together)]
     if left := count - full:
         each, more = divmod(left, ranks)
         first = full + rank * each + min(rank, more)
-        found.append(range(first, first + each + (rank < more)))
-    return found
+        ranges.append(range(first, first + each + (rank < more)))
+    return ranges

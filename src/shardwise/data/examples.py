@@ -1,4 +1,4 @@
-"""What a row of data is once it is understood: one shape for every format people bring.
+"""The row types of the data pipeline: raw rows, examples and documents, one shape for every input format.
 
 files → rows (files.py) → examples (formats.py) → documents (render.py) → chunks of tokens (store.py) → sequences
 """
@@ -16,7 +16,7 @@ Message = dict[str, Any]  # role and content, as chat templates take them; tool_
 
 @dataclass(frozen=True)
 class Raw:
-    """A row as its file has it: a mapping, or the text of a whole file. `number` counts rows of the source from 0."""
+    """A row as read from its file: a mapping, or the text of a full file. `number` counts the source's rows from 0."""
 
     where: str
     number: int
@@ -25,7 +25,7 @@ class Raw:
 
 @dataclass(frozen=True)
 class Example:
-    """One example, understood. Which fields are set follows from its kind:
+    """A parsed row. Which fields are set depends on its kind:
 
     chat        messages (tools; weights: per message 0, 1 or None = as data.loss_on says)
     text        text
@@ -57,10 +57,10 @@ class Example:
 
 @dataclass(frozen=True)
 class Document:
-    """Token ids and, for each, whether it is learned (the first never is: nothing predicts it).
+    """Token ids and a loss mask (`learned`; always False for the first token, which nothing predicts).
 
-    `head` is a number that is stored before them and is no token, for purposes that need one (layout.py); `remarks`
-    say what is odd about the row (remarks.py).
+    `head` is a number stored before the tokens, for purposes that need one (layout.py); `remarks` are warnings about
+    the row (row_warnings.py).
     """
 
     where: str
@@ -72,19 +72,22 @@ class Document:
 
 
 class BadRow(Exception):
-    """A row that cannot be used, and why; `data.on_bad_row` decides whether that ends the run."""
+    """A row that cannot be used, and why; `data.on_bad_row` decides whether it ends the run."""
 
     def __init__(self, where: str, number: int, problem: str, remedy: str) -> None:
         super().__init__(where, number, problem, remedy)  # all of them: it must survive a trip between processes
-        self.where, self.number, self.problem, self.remedy = where, number, problem, remedy
+        self.where = where
+        self.number = number
+        self.problem = problem
+        self.remedy = remedy
 
 
 @dataclass
 class RowOutcomes:
-    """What became of rows that did not go in as they are: for each fate, the rows by place (file and line)."""
+    """Rows that were skipped, dropped, truncated or split: for each fate, the rows by location (file and line)."""
 
     rows: dict[str, list[tuple[str, str]]] = field(default_factory=dict)  # fate → (where, reason)
 
     def add(self, fate: str, where: str, reason: str = "") -> None:
-        """Notes one row."""
+        """Records the fate of one row."""
         self.rows.setdefault(fate, []).append((where, reason))

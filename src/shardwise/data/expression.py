@@ -11,10 +11,10 @@ from shardwise.data.word_hashes import text_of
 
 
 class Expression(RowFilter):
-    """A row filter that answers for examples."""
+    """A row filter evaluated on examples."""
 
     def matches(self, row: Any, example: Example) -> bool:
-        """Whether the row stays; BadRow where the filter cannot be evaluated on it."""
+        """Whether the filter keeps the row; raises BadRow if it cannot be evaluated on it."""
         try:
             return self.keeps(row, lambda: text_of(example), lambda: _turns(example))
         except Undecided as error:
@@ -22,7 +22,7 @@ class Expression(RowFilter):
 
 
 def _turns(example: Example) -> int:
-    """Messages without the system prompt; a text is one."""
+    """Number of messages without the system prompt; 1 for a text."""
     if not example.messages and example.kind not in ("preference", "kto"):
         return 2 if example.kind == "pair" else 1
     return sum(1 for m in example.messages if m.get("role") != "system") + len(example.chosen)

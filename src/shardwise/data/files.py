@@ -1,8 +1,8 @@
-"""From a source to its files, and from these to chunks of rows that worker processes read.
+"""Resolves a source to its files, and splits these into chunks of rows for worker processes.
 
-A source is a file, a folder, a glob, a saved dataset or a dataset of the hub. Nothing is taken or left in silence: a
-file of unknown kind that was named is an error, one that lies in a folder is counted in `source_notes`, and settings
-that a source has no use for are refused.
+A source is a file, a folder, a glob, a saved dataset or a dataset of the hub. Nothing is selected or skipped silently:
+an explicitly named file of unknown kind is an error, one inside a folder is counted in `source_notes`, and settings
+that do not apply to a source are rejected.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ DELIMITERS = {"csv": ",;\t|", "tsv": "\t"}
 
 @dataclass(frozen=True)
 class ChunkTask:
-    """Consecutive rows for one worker: the chunk's place in the source, the number of its first row, how many."""
+    """Consecutive rows for one worker: the chunk's index in the source, the number of its first row, its data."""
 
     index: int
     first_row: int
@@ -61,12 +61,12 @@ class ChunkTask:
 
     @property
     def rows(self) -> int:
-        """How many rows it has, bad ones included."""
+        """Number of rows, including bad ones."""
         return self.part.rows
 
 
 def chunk_tasks(source: Source, field: str) -> Iterator[ChunkTask]:
-    """The chunks of a source in order, made as they are asked for."""
+    """Yields the chunks of a source in order, lazily."""
     first = 0
     for index, part in enumerate(_parts(source, field)):
         yield ChunkTask(index, first, field, part)
@@ -74,7 +74,7 @@ def chunk_tasks(source: Source, field: str) -> Iterator[ChunkTask]:
 
 
 def read_chunk(task: ChunkTask) -> Rows:
-    """The rows of a chunk, in order; one that cannot be read comes as the BadRow that says why."""
+    """Yields the rows of a chunk in order; an unreadable row comes as a BadRow."""
     try:
         yield from task.part.read(task.first_row)
     except OSError as error:
@@ -82,7 +82,7 @@ def read_chunk(task: ChunkTask) -> Rows:
 
 
 def count_rows(source: Source, field: str) -> int | None:
-    """How many rows a source has, bad ones included; None if only reading it through would tell."""
+    """Number of rows of a source, including bad ones; None if that requires reading it in full."""
     if _is_hub(source):
         return tables.count_hub(source, field)
     count = 0
@@ -95,7 +95,7 @@ def count_rows(source: Source, field: str) -> int | None:
 
 
 def content_digest(source: Source, field: str) -> str:
-    """Changes when any byte of the data does."""
+    """Digest that changes when any byte of the data does."""
     digest = hashlib.sha256()
     if _is_hub(source):
         return hashlib.sha256(tables.hub_digest(source, field).encode()).hexdigest()
@@ -110,12 +110,12 @@ def content_digest(source: Source, field: str) -> str:
 
 
 def source_files(source: Source, field: str) -> list[Path]:
-    """The files a source names, in the order of their rows; none for a dataset of the hub."""
+    """Files of a source in row order; empty for a dataset of the hub."""
     return [] if _is_hub(source) else _find(source, field)[0]
 
 
 def source_notes(source: Source, field: str) -> list[str]:
-    """What the user should know about how the source was taken: files left aside, lists and splits chosen."""
+    """Notes about how the source was interpreted: ignored files, chosen lists and splits."""
     if _is_hub(source):
         return [] if source.split else [f"split train of {tables.hub_name(source.path)} is taken"]
     files, notes = _find(source, field)
@@ -132,7 +132,7 @@ def source_notes(source: Source, field: str) -> list[str]:
 
 
 def _begins_a_list(file: Path, field: str) -> bool:
-    """A JSON list of rows is often called .jsonl; as lines, not one of them would be a row."""
+    """Whether a .jsonl file is in fact a JSON list, of which no line would be a row."""
     with Input(file, field) as stream:
         return re.match(rb"(\xef\xbb\xbf)?\s*\[\s*\{", stream.head) is not None
 
@@ -158,22 +158,22 @@ def _find(source: Source, field: str) -> tuple[list[Path], list[str]]:
     path = Path(source.path).expanduser()
     notes: list[str] = []
     if path.is_dir() and tables.is_saved_dataset(path):
-        _refuse(source, field, "subset", "streaming")
+        _reject_settings(source, field, "subset", "streaming")
         files = tables.saved_files(path, source.split, field)
         return files, [f"{path}: a saved dataset, {files[0].parent.name} is taken"] if not source.split else notes
     if path.is_dir():
-        found = sorted(p for p in path.rglob("*") if p.is_file() and not _hidden(p, path))
-        files = [p for p in found if _kind(p)]
-        if unknown := Counter(p.suffix.lower() or p.name for p in found if not _kind(p)):
+        candidates = sorted(p for p in path.rglob("*") if p.is_file() and not _hidden(p, path))
+        files = [p for p in candidates if _kind(p)]
+        if unknown := Counter(p.suffix.lower() or p.name for p in candidates if not _kind(p)):
             listed = ", ".join(f"{count} {suffix}" for suffix, count in unknown.most_common(8))
             notes.append(f"{path}: {unknown.total()} files of other kinds are left aside ({listed})")
-        files = _without_cards(files, path, notes)
-        files = _one_split(files, path, source, field, notes)
+        files = _drop_cards(files, path, notes)
+        files = _select_split(files, path, source, field, notes)
     elif glob.has_magic(source.path) and not path.exists():
-        _refuse(source, field, "subset", "streaming", "split")
+        _reject_settings(source, field, "subset", "streaming", "split")
         files = sorted(Path(p) for p in glob.glob(str(path), recursive=True) if Path(p).is_file())
     else:
-        _refuse(source, field, "subset", "streaming", *([] if _kind(path) == "json" else ["split"]))
+        _reject_settings(source, field, "subset", "streaming", *([] if _kind(path) == "json" else ["split"]))
         files = [path]
     if not files:
         relative = "" if path.is_absolute() else f", which is relative to {Path.cwd()}"
@@ -187,13 +187,13 @@ def _find(source: Source, field: str) -> tuple[list[Path], list[str]]:
             problem = f"files of kind {''.join(file.suffixes[-2:]) or '(no suffix)'} are not understood"
             raise UserError(field, str(file), problem, f"use {KNOWN}")
     if path.is_dir() or glob.has_magic(source.path):
-        _no_way_out(files, path, field)
-    _one_sort(files, source, field)
+        _reject_outside_links(files, path, field)
+    _check_one_kind(files, source, field)
     return files, notes
 
 
-def _no_way_out(files: list[Path], path: Path, field: str) -> None:
-    """A folder that came from elsewhere may hold a link to a file of the user's own: it must be named to be read."""
+def _reject_outside_links(files: list[Path], path: Path, field: str) -> None:
+    """Rejects symbolic links that lead out of the folder: such files must be named explicitly to be read."""
     while glob.has_magic(str(path)):
         path = path.parent
     root = path.resolve()
@@ -210,8 +210,8 @@ def _hidden(file: Path, folder: Path) -> bool:
     return any(part.startswith(".") for part in file.relative_to(folder).parts)
 
 
-def _refuse(source: Source, field: str, *settings: str) -> None:
-    """Settings that only datasets have must not be given in vain."""
+def _reject_settings(source: Source, field: str, *settings: str) -> None:
+    """Rejects settings that apply to datasets only."""
     for name in settings:
         if value := getattr(source, name):
             problem = f"has no meaning here: {source.path} is no dataset of that sort"
@@ -220,8 +220,8 @@ def _refuse(source: Source, field: str, *settings: str) -> None:
             )
 
 
-def _without_cards(files: list[Path], folder: Path, notes: list[str]) -> list[Path]:
-    """Beside files of rows, a README or a licence is about the data and not part of it."""
+def _drop_cards(files: list[Path], folder: Path, notes: list[str]) -> list[Path]:
+    """Drops README and licence files that lie beside files of rows."""
     if all(_kind(f) == "text" for f in files):
         return files
     cards = [f for f in files if (_kind(f) == "text" and f.stem.lower() in CARDS) or f.name == "dataset_info.json"]
@@ -230,9 +230,9 @@ def _without_cards(files: list[Path], folder: Path, notes: list[str]) -> list[Pa
     return [f for f in files if f not in cards]
 
 
-def _one_split(files: list[Path], folder: Path, source: Source, field: str, notes: list[str]) -> list[Path]:
-    """A folder that holds files of rows for training and for testing must not be taken as a whole."""
-    _refuse(source, field, "subset", "streaming")
+def _select_split(files: list[Path], folder: Path, source: Source, field: str, notes: list[str]) -> list[Path]:
+    """Selects the files of one split; a folder with several splits must not be read as one."""
+    _reject_settings(source, field, "subset", "streaming")
     splits: dict[str, list[Path]] = {}
     for file in files:
         if _kind(file) != "text" and (name := _split_of(file.relative_to(folder))):
@@ -243,7 +243,7 @@ def _one_split(files: list[Path], folder: Path, source: Source, field: str, note
             raise UserError(f"{field}.split", source.split, problem, "set split to one that is there, or give a glob")
         return splits[source.split]
     if len(splits) > 1:
-        listed = ", ".join(f"{name} ({len(found)})" for name, found in splits.items())
+        listed = ", ".join(f"{name} ({len(members)})" for name, members in splits.items())
         problem = f"the folder holds files of several splits: {listed}"
         raise UserError(field, source.path, problem, f"set split: {next(iter(splits))}, or give a glob")
     return files
@@ -257,8 +257,8 @@ def _split_of(file: Path) -> str | None:
     return None
 
 
-def _one_sort(files: list[Path], source: Source, field: str) -> None:
-    """Texts (a file is a row) and files of rows do not mix: which of the two is meant cannot be known."""
+def _check_one_kind(files: list[Path], source: Source, field: str) -> None:
+    """Rejects a mix of text files (one row each) and files of rows, as the intent is ambiguous."""
     texts = [f for f in files if _kind(f) == "text"]
     if texts and len(texts) < len(files):
         rows = next(f for f in files if _kind(f) != "text")

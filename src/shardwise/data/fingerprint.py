@@ -1,8 +1,8 @@
-"""What turned words into tokens when a model was trained, so that a change is noticed before it is talked to.
+"""Fingerprint of the tokenizer and chat template a model was trained with, to detect changes before inference.
 
-A model behind another chat template, or another vocabulary, answers badly and nothing says why. The fingerprint has two
-parts, template and tokenizer, so that a message can tell which one differs. It lies beside the tokenizer's files, in
-every checkpoint and exported folder.
+A model used with another chat template or vocabulary answers badly without any error. The fingerprint has two parts,
+template and tokenizer, so that a message can say which one differs. It is stored beside the tokenizer's files in every
+checkpoint and exported folder.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ FILE = "shardwise_tokens.json"
 
 
 def template_fingerprint(tokenizer: Any) -> str:
-    """Two hashes, `template-tokenizer`; equal where the same conversation gives the same tokens."""
+    """Two hashes, `template-tokenizer`; equal if the same conversation gives the same tokens."""
     return f"{_template(tokenizer)}-{_tokenizer(tokenizer)}"
 
 
@@ -27,7 +27,7 @@ def _template(tokenizer: Any) -> str:
 
 
 def _tokenizer(tokenizer: Any) -> str:
-    """Of what decides tokens: the words, how text is cut into them, and what is added at both ends."""
+    """Hash of what decides the tokens: the vocabulary, how text is split, and the special tokens added at both ends."""
     inner = json.loads(tokenizer.backend_tokenizer.to_str())
     added = sorted((t["id"], t["content"], t["special"], t["lstrip"], t["rstrip"]) for t in inner["added_tokens"])
     model = inner["model"]
@@ -36,10 +36,12 @@ def _tokenizer(tokenizer: Any) -> str:
     names = {content for _, content, *_ in added}
     if isinstance(words, dict):
         words = sorted((word, index) for word, index in words.items() if word not in names)
-    ways = {key: value for key, value in model.items() if key not in ("vocab", "merges") and value is not None}
+    settings = {key: value for key, value in model.items() if key not in ("vocab", "merges") and value is not None}
     ends = [tokenizer.bos_token, tokenizer.eos_token]
-    whole = tokenizer("a")["input_ids"]  # what the last stage adds, whichever way it is written down
-    return _digest([words, model.get("merges"), ways, inner["normalizer"], inner["pre_tokenizer"], added, ends, whole])
+    sample = tokenizer("a")["input_ids"]  # what the last stage adds, whichever way it is written down
+    return _digest(
+        [words, model.get("merges"), settings, inner["normalizer"], inner["pre_tokenizer"], added, ends, sample]
+    )
 
 
 def _digest(value: Any) -> str:
@@ -47,12 +49,12 @@ def _digest(value: Any) -> str:
 
 
 def write_fingerprint(folder: Path, tokenizer: Any) -> None:
-    """Notes the tokenizer of a model beside its files."""
+    """Writes the tokenizer's fingerprint to a model folder."""
     (folder / FILE).write_text(json.dumps({"fingerprint": template_fingerprint(tokenizer)}))
 
 
 def check_fingerprint(folder: Path, tokenizer: Any, field: str = "model") -> None:
-    """Raises UserError if this is not the tokenizer that the model in the folder was trained with."""
+    """Raises UserError if the model in the folder was trained with another tokenizer or template."""
     if not (folder / FILE).is_file():
         return
     try:

@@ -1,9 +1,9 @@
-"""What the rows of a source are, with the reason, and each row as an example.
+"""Detects the format of a source's rows, with the reason, and parses each row into an example.
 
-[Note: formats] A format is a set of names (prompt, completion …) with the columns that usually bear them. `fields`
-says which column bears a name where that is unusual. Several formats may fit; the first of FORMATS that does is the
-most specific, and the reason says which others would have fitted. Labels are looked for where texts are classified,
-and nowhere else: a corpus with a column of topics is a corpus to other objectives.
+[Note: formats] A format is a set of names (prompt, completion …) with the columns that usually hold them. `fields`
+maps a name to another column. Several formats may fit; the first of FORMATS that does is the most specific, and the
+reason lists the others. Labels are looked for only by the classification objective: a corpus with a column of topics is
+plain text to other objectives.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from shardwise.config.schema import Source
 from shardwise.core.errors import UserError
 from shardwise.data.examples import BadRow, Example, Raw
 from shardwise.data.labels import label_name
-from shardwise.data.messages import Misfit, absent, whole
+from shardwise.data.messages import Misfit, absent, checked_text
 from shardwise.data.readers import READERS, flag_of, has_messages, look_up
 
 SAMPLE = 100  # rows that detection looks at
@@ -46,7 +46,7 @@ EXTRAS = {"system": ("system", "system_prompt"), "tools": ("tools", "functions")
 
 @dataclass(frozen=True)
 class Format:
-    """The names a format needs and may have, with sets of columns that usually bear the needed ones."""
+    """The names a format requires and allows, with the column sets that usually hold the required ones."""
 
     needed: tuple[str, ...]
     columns: tuple[tuple[str, ...], ...]
@@ -109,7 +109,7 @@ FORMATS: dict[str, Format] = {
 
 @dataclass(frozen=True)
 class Detected:
-    """The format of a source's rows, why it is that, and which column bears which name."""
+    """The detected format of a source, the reason, and the column of each name."""
 
     format: str
     reason: str
@@ -121,7 +121,7 @@ class Detected:
 
 
 def detect(raws: Sequence[Raw], source: Source, field: str, purpose: Purpose = "causal") -> Detected:
-    """The format of these rows; the user's mistake where none fits."""
+    """Detects the format of these rows; raises UserError if none fits."""
     raws = raws[:SAMPLE]
     if not raws:
         raise UserError(field, source.path, "holds no rows", "check the file, or leave it out")
@@ -129,23 +129,23 @@ def detect(raws: Sequence[Raw], source: Source, field: str, purpose: Purpose = "
     if all(isinstance(raw.value, str) for raw in raws):
         if source.format not in ("auto", "text") or purpose == "classify":
             problem = f"{raws[0].where} is plain text"
-            wanted = "rows with a text and a label" if purpose == "classify" else "rows, or format: text"
-            raise UserError(f"{field}.format", source.format, problem, f"use files of {wanted}")
+            expected = "rows with a text and a label" if purpose == "classify" else "rows, or format: text"
+            raise UserError(f"{field}.format", source.format, problem, f"use files of {expected}")
         return Detected("text", "plain text: each file is one row", {"text": "text"})
     rows = [raw.value for raw in raws if isinstance(raw.value, dict)]
     looked_for = ["label"] if purpose == "classify" else [name for name in FORMATS if name != "label"]
     names = looked_for if source.format == "auto" else [source.format]
-    found = [(name, columns, share) for name in names for columns, share in [_fit(name, rows, source)] if columns]
+    scored = [(name, columns, share) for name in names for columns, share in [_fit(name, rows, source)] if columns]
     # A few bad rows are borne; where formats are mixed, the one that most rows have.
-    best = max((share for _, _, share in found), default=0.0)
-    fits = [(name, columns) for name, columns, share in found if share >= 0.8 * best]
+    best = max((share for _, _, share in scored), default=0.0)
+    fits = [(name, columns) for name, columns, share in scored if share >= 0.8 * best]
     if not fits:
-        raise _nothing_fits(rows, raws[0].where, source, field, purpose)
+        raise _no_format_error(rows, raws[0].where, source, field, purpose)
     name, columns = fits[0]
     reason = _reason(name, columns, rows, best, source, [other for other, _ in fits[1:]], purpose)
     chosen = look_up(rows[0], columns.get("chosen", ""))
-    whole = isinstance(chosen, list) and len(chosen) > 1
-    return Detected(name, reason, columns, whole)
+    conversation = isinstance(chosen, list) and len(chosen) > 1
+    return Detected(name, reason, columns, conversation)
 
 
 def _check_fields(source: Source, field: str) -> None:
@@ -158,39 +158,40 @@ def _check_fields(source: Source, field: str) -> None:
 
 
 def _fit(name: str, rows: list[dict[str, Any]], source: Source) -> tuple[dict[str, str], float]:
-    """The columns that bear the names of a format, and the share of rows for which they suit it."""
-    shape, given = FORMATS[name], source.fields
+    """The columns for the names of a format, and the fraction of rows they suit."""
+    shape = FORMATS[name]
+    fields = source.fields
     if name == "sharegpt":
-        given = {SHAREGPT.get(key, key): column for key, column in given.items()}
+        fields = {SHAREGPT.get(key, key): column for key, column in fields.items()}
     own = {*shape.needed, *shape.optional, *shape.inner}
-    if any(key not in own for key in given):
+    if any(key not in own for key in fields):
         return {}, 0.0
     best: dict[str, str] = {}
     share = 0.0
     candidates = list(shape.columns)
     if name in ("chat", "sharegpt"):  # any column that holds messages will do, unless it means something else
-        named = {c for f in FORMATS.values() for candidate in f.columns for c in candidate}
-        key = given.get(shape.inner[0], shape.inner[0])
+        claimed = {c for f in FORMATS.values() for candidate in f.columns for c in candidate}
+        key = fields.get(shape.inner[0], shape.inner[0])
         holding = dict.fromkeys(c for row in rows[:10] for c, value in row.items() if has_messages(value, key))
-        candidates += [(c,) for c in holding if c not in named]
+        candidates += [(c,) for c in holding if c not in claimed]
     if shape.needed not in candidates:
         candidates.append(shape.needed)
     for candidate in candidates:
         columns = dict(zip(shape.needed, candidate, strict=True))
-        columns |= {key: given[key] for key in given}
+        columns |= {key: fields[key] for key in fields}
         suited = sum(_suits(name, row, columns, source.format != "auto") for row in rows) / max(1, len(rows))
         if suited > share:
             best, share = columns, suited
     if best:
         for key, usual in shape.optional.items():
-            there = next((c for c in usual if any(not absent(row.get(c)) for row in rows)), None)
-            if key not in best and there is not None and there not in best.values():
-                best[key] = there
+            present = next((c for c in usual if any(not absent(row.get(c)) for row in rows)), None)
+            if key not in best and present is not None and present not in best.values():
+                best[key] = present
     return best, share
 
 
 def _suits(name: str, row: dict[str, Any], columns: dict[str, str], forced: bool) -> bool:
-    """Whether a row has what a format needs; of the right kind, unless the user named the format."""
+    """Whether a row has what a format requires; types are checked unless the user named the format."""
     values = {key: look_up(row, columns[key]) for key in FORMATS[name].needed}
     if any(absent(value) for value in values.values()):
         return False
@@ -226,8 +227,8 @@ def _reason(
     others: list[str],
     purpose: Purpose,
 ) -> str:
-    shown = {key: column for key, column in columns.items() if key not in FORMATS[name].inner}
-    listed = ", ".join(f"{c} (as {k})" if c != k else c for k, c in shown.items())
+    mapped = {key: column for key, column in columns.items() if key not in FORMATS[name].inner}
+    listed = ", ".join(f"{c} (as {k})" if c != k else c for k, c in mapped.items())
     many = "the rows have" if share >= 1 else f"{share:.0%} of the first {len(rows)} rows have"
     reason = f"{name}: {many} {listed}" if source.format == "auto" else f"{name}, as set: {many} {listed}"
     if name in ("prompt", "pair") and purpose == "causal":
@@ -236,25 +237,26 @@ def _reason(
     if others:
         reason += f"; {' and '.join(others)} would fit too, which is less specific (set format to choose)"
     used = {c.split(".")[0] for c in columns.values()}
-    unused = [c for c in dict.fromkeys(c for row in rows for c in row) if c not in used]
+    seen = dict.fromkeys(column for row in rows for column in row)
+    unused = [column for column in seen if column not in used]
     if unused:
         more = f" and {len(unused) - 8} more" if len(unused) > 8 else ""
         reason += f"; not used: {', '.join(map(str, unused[:8]))}{more}"
     return reason
 
 
-def _nothing_fits(rows: list[dict[str, Any]], where: str, source: Source, field: str, purpose: Purpose) -> UserError:
+def _no_format_error(rows: list[dict[str, Any]], where: str, source: Source, field: str, purpose: Purpose) -> UserError:
     counts = Counter(column for row in rows for column in row)
     columns = ", ".join(str(c) for c, _ in counts.most_common(12)) or "none"
     texts = [c for c in counts if any(isinstance(row.get(c), str) for row in rows)]
     if source.fields or source.format != "auto":
-        wanted = "the columns that fields names" if source.fields else f"the columns of format {source.format}"
-        problem = f"no row has {wanted} (its columns: {columns})"
+        expected = "the columns that fields names" if source.fields else f"the columns of format {source.format}"
+        problem = f"no row has {expected} (its columns: {columns})"
         if source.format != "auto":
             problem += f"; needed: {', '.join(FORMATS[source.format].needed)}"
         key = "fields" if source.fields else "format"
         value: Any = source.fields or source.format
-        remedy = _other_columns(source, counts) if source.fields else _other_format(rows, texts, source, purpose)
+        remedy = _suggest_columns(source, counts) if source.fields else _suggest_format(rows, texts, source, purpose)
         return UserError(f"{field}.{key}", value, problem, remedy)
     problem = f"no format fits the rows (the columns of {where}: {columns})"
     if purpose == "classify":
@@ -270,34 +272,34 @@ def _nothing_fits(rows: list[dict[str, Any]], where: str, source: Source, field:
     return UserError(field, source.path, problem, f"say which column is what, e.g. fields: {example}")
 
 
-def _other_columns(source: Source, there: Iterable[str]) -> str:
-    """What to write in `fields`, whose columns no row has."""
-    known = [str(column) for column in there]
+def _suggest_columns(source: Source, columns: Iterable[str]) -> str:
+    """Suggested `fields` where no row has the columns it names."""
+    known = [str(column) for column in columns]
     for name, column in source.fields.items():
         if column.split(".")[0] not in known and (near := difflib.get_close_matches(column, known, 1)):
             return f"did you mean fields: {{{name}: {near[0]}}}?"
     return "name columns that the rows have, a.b for nested: fields: {our name: their column}"
 
 
-def _other_format(rows: list[dict[str, Any]], texts: list[str], source: Source, purpose: Purpose) -> str:
-    """What to set where rows are not of the format that was named: one that fits, or columns that might be meant."""
+def _suggest_format(rows: list[dict[str, Any]], texts: list[str], source: Source, purpose: Purpose) -> str:
+    """Suggested setting where rows do not have the named format: a format that fits, or likely columns."""
     free = source.model_copy(update={"format": "auto"})
     names = ["label"] if purpose == "classify" else [name for name in FORMATS if name != "label"]
     fits = [(share, name, columns) for name in names for columns, share in [_fit(name, rows, free)] if columns]
-    wanted = FORMATS[source.format].needed
+    needed = FORMATS[source.format].needed
     if not fits:
-        columns = texts[: len(wanted)] if len(texts) >= len(wanted) else ["column"] * len(wanted)
-        mapped = ", ".join(f"{name}: {column}" for name, column in zip(wanted, columns, strict=True))
+        columns = texts[: len(needed)] if len(texts) >= len(needed) else ["column"] * len(needed)
+        mapped = ", ".join(f"{name}: {column}" for name, column in zip(needed, columns, strict=True))
         return f"map them, a.b for nested, e.g. fields: {{{mapped}}}"
-    _, name, found = max(fits, key=lambda fit: fit[0])
-    columns = [found[key] for key in FORMATS[name].needed]
+    _, name, mapping = max(fits, key=lambda fit: fit[0])
+    columns = [mapping[key] for key in FORMATS[name].needed]
     other = f"set format: {name}, which these rows are, or leave it to auto"
     if source.format in ("chat", "sharegpt") and name in ("prompt", "pair"):
         mapped = f"{{instruction: {columns[0]}, output: {columns[1]}}}"
         turns = f"set format: alpaca with fields: {mapped} to make turns of them"
         return f"{turns}, or format: {name} to join them as they stand"
-    if len(columns) == len(wanted) == 2:
-        mapped = f"{{{wanted[0]}: {columns[0]}, {wanted[1]}: {columns[1]}}}"
+    if len(columns) == len(needed) == 2:
+        mapped = f"{{{needed[0]}: {columns[0]}, {needed[1]}: {columns[1]}}}"
         return f"{other}; or keep format: {source.format} and map them: fields: {mapped}"
     return other
 
@@ -306,14 +308,14 @@ def _other_format(rows: list[dict[str, Any]], texts: list[str], source: Source, 
 
 
 def understand(raw: Raw, detected: Detected, source: Source) -> Example:
-    """A row as an example; BadRow, and nothing else, where it does not fit."""
+    """Parses a row into an example; raises BadRow, and nothing else, if it does not fit."""
     try:
         if not isinstance(raw.value, dict):
             if detected.format != "text" or not isinstance(raw.value, str):
                 raise Misfit(
                     f"is plain text, but the source is read as {detected.format}", "give it a source of its own"
                 )
-            return Example(raw.where, raw.number, "text", text=whole(raw.value))
+            return Example(raw.where, raw.number, "text", text=checked_text(raw.value))
         if detected.format in TURNS and not MEDIA.isdisjoint(raw.value):
             _refuse_media(raw)
         return READERS[detected.format](raw, detected.columns)
@@ -327,7 +329,7 @@ def understand(raw: Raw, detected: Detected, source: Source) -> Example:
 
 
 def _refuse_media(raw: Raw) -> None:
-    """Turns that speak of a picture beside them would be learned without it."""
+    """Rejects rows with images or other media, whose text would be trained on without them."""
     for column in MEDIA & raw.value.keys():
         if raw.value[column] and not absent(raw.value[column]):
             problem = f'the row has something under "{column}"; only text can be learned'

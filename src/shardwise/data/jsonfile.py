@@ -1,7 +1,7 @@
-"""JSON files: a list of rows, an object that holds one, columns, a single row, or lines after all.
+"""Reads JSON files: a list of rows, an object that contains one, columns, a single row, or JSON lines.
 
-Rows are found by brackets and quotes alone and parsed by the worker, so a file of any size is read in one pass of
-bounded memory. Only an object of columns has to be held whole.
+Rows are located by brackets and quotes alone and parsed by the worker, so a file of any size is read in one pass with
+bounded memory. Only an object of columns is loaded in full.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ ROW_LISTS = ("messages", "conversations", "conversation", "dialogue", "dialog", 
 
 @dataclass(frozen=True)
 class Values:
-    """JSON values with their places: the line, or for those that share a line the number of the row."""
+    """JSON values with their locations: the line, or the row number for values that share a line."""
 
     path: str
     values: tuple[tuple[str, bytes], ...]
@@ -61,30 +61,30 @@ class Values:
 
 
 def _places(values: Iterable[tuple[int, bytes]]) -> Iterator[tuple[str, bytes]]:
-    """`:LINE` for a value that begins on a line of its own, ` row NUMBER` for others."""
-    before, held = 0, None
+    """Yields values with their location: `:LINE` if a value has its own line, else ` row NUMBER`."""
+    before, pending = 0, None
     for number, value in enumerate(values):
-        if held is not None:
-            shared = held[0] in (before, value[0])
-            yield f" row {number}" if shared else f":{held[0]}", held[1]
-            before = held[0]
-        held, last = value, number
-    if held is not None:
-        yield f" row {last + 1}" if held[0] == before else f":{held[0]}", held[1]
+        if pending is not None:
+            shared = pending[0] in (before, value[0])
+            yield f" row {number}" if shared else f":{pending[0]}", pending[1]
+            before = pending[0]
+        pending, last = value, number
+    if pending is not None:
+        yield f" row {last + 1}" if pending[0] == before else f":{pending[0]}", pending[1]
 
 
 def cut_values(path: str, values: Iterable[tuple[int, bytes]]) -> Iterator[Values]:
-    """Chunks of JSON values."""
-    held: list[tuple[str, bytes]] = []
+    """Yields chunks of JSON values."""
+    chunk: list[tuple[str, bytes]] = []
     size = 0
     for place, text in _places(values):
-        if len(held) == CHUNK_ROWS or (held and size + len(text) > CHUNK_BYTES):
-            yield Values(path, tuple(held))
-            held, size = [], 0
-        held.append((place, text))
+        if len(chunk) == CHUNK_ROWS or (chunk and size + len(text) > CHUNK_BYTES):
+            yield Values(path, tuple(chunk))
+            chunk, size = [], 0
+        chunk.append((place, text))
         size += len(text)
-    if held:
-        yield Values(path, tuple(held))
+    if chunk:
+        yield Values(path, tuple(chunk))
 
 
 _SPACE = patterns.compile(rb"[ \t\r\n]*")
@@ -93,7 +93,7 @@ _WITHIN = patterns.compile(rb'[^"\\]*+(?:\\.[^"\\]*+)*+', patterns.DOTALL)  # th
 
 
 def _nested(levels: int) -> bytes:
-    """A pattern for what stands between brackets, with whole groups of so many levels within."""
+    """Regular expression for the contents of brackets, with complete groups of up to `levels` levels."""
     inner = rb"(?:%s|%s%s)*+"
     return inner % (_OTHER, _STRING, rb"|[\[{]" + _nested(levels - 1) + rb"[\]}]" if levels else b"")
 
@@ -107,15 +107,18 @@ _SCALAR = patterns.compile(rb"[^\s,\]}]+")
 
 
 class JsonScanner:
-    """Finds where the values of a JSON file begin and end, without building them."""
+    """Locates the values of a JSON file without building them."""
 
     def __init__(self, stream: Input) -> None:
-        self.stream, self.data, self.at, self.ended = stream, b"", 0, False
+        self.stream = stream
+        self.data = b""
+        self.at = 0
+        self.ended = False
         self._fill()
         self.at = len(BOM) if self.data.startswith(BOM) else 0
 
     def peek(self) -> bytes:
-        """The next character that is no space; nothing at the end."""
+        """Returns the next non-space character without consuming it; empty at the end."""
         while True:
             end = _SPACE.match(self.data, self.at).end()  # type: ignore[union-attr]
             self._take(end)
@@ -125,29 +128,32 @@ class JsonScanner:
                 return b""
 
     def expect(self, choice: bytes) -> bytes:
-        """Takes the next character, which must be one of these."""
-        if (found := self.peek()) not in [choice[i : i + 1] for i in range(len(choice))]:
-            self.fail(f"expected {' or '.join(choice.decode())}, found {found.decode('latin-1') or 'the end'!r}")
+        """Consumes and returns the next character, which must be one of `choice`."""
+        if (character := self.peek()) not in [choice[i : i + 1] for i in range(len(choice))]:
+            self.fail(f"expected {' or '.join(choice.decode())}, found {character.decode('latin-1') or 'the end'!r}")
         self._take(self.at + 1)
-        return found
+        return character
 
     def value(self) -> tuple[int, bytes]:
-        """The next value with its line. One that is too long comes as its beginning, just longer than allowed."""
-        opening, line = self.peek(), self.stream.line
+        """Consumes the next value; returns its line and bytes. One that is too long is cut just above MAX_ROW."""
+        opening = self.peek()
+        line = self.stream.line
         if opening in (b"", b",", b":", b"]", b"}"):
             self.fail(f"expected a value, found {opening.decode() or 'the end'!r}")
         if opening not in b'{["':
-            while (found := _SCALAR.match(self.data, self.at)) and found.end() == len(self.data) and self._fill():
+            while (scalar := _SCALAR.match(self.data, self.at)) and scalar.end() == len(self.data) and self._fill():
                 pass
-            assert found is not None
-            return line, self._take(found.end())
-        if whole := _GROUP.match(self.data, self.at):
-            return line, self._take(whole.end())
+            assert scalar is not None
+            return line, self._take(scalar.end())
+        if group := _GROUP.match(self.data, self.at):
+            return line, self._take(group.end())
         return line, self._long_value(line)
 
     def _long_value(self, line: int) -> bytes:
-        """A value that is nested deeply or goes beyond what has been read; of one too long only the beginning."""
-        depth, quoted, size = 0, False, 0
+        """A value that is deeply nested or extends beyond the buffer; one that is too long is truncated."""
+        depth = 0
+        quoted = False
+        size = 0
         pieces: list[bytes] = []
         at = self.at
         while True:
@@ -171,7 +177,7 @@ class JsonScanner:
                 return b"".join([*pieces, self._take(at)])
 
     def fail(self, problem: str, line: int | None = None) -> NoReturn:
-        """The file is not what JSON looks like."""
+        """Raises the UserError for malformed JSON."""
         where = f"{self.stream.path}:{line or self.stream.line}"
         raise UserError(self.stream.field, where, f"is not JSON: {problem}", "mend the file, or write it as .jsonl")
 
@@ -183,12 +189,14 @@ class JsonScanner:
 
     def _fill(self) -> bool:
         block = b"" if self.ended else self.stream.read(READ)
-        self.data, self.at, self.ended = self.data[self.at :] + block, 0, not block
+        self.data = self.data[self.at :] + block
+        self.at = 0
+        self.ended = not block
         return bool(block)
 
 
 def list_values(scanner: JsonScanner) -> Iterator[tuple[int, bytes]]:
-    """The values of a list that begins here."""
+    """Yields the values of the list that begins here."""
     scanner.expect(b"[")
     if scanner.peek() == b"]":
         scanner.expect(b"]")
@@ -202,7 +210,7 @@ def list_values(scanner: JsonScanner) -> Iterator[tuple[int, bytes]]:
 def cut_json(file: Path, source: Source, field: str) -> Iterator[ChunkPart]:
     layout, _ = json_layout(file, source, field)
     if layout in ("columns", "row"):
-        yield from _whole_json(file, layout, field)
+        yield from _load_full(file, layout, field)
         return
     with Input(file, field) as stream:
         if layout == "lines":
@@ -230,7 +238,7 @@ def _json_values(scanner: JsonScanner, layout: str) -> Iterator[tuple[int, bytes
 
 
 def _members(scanner: JsonScanner) -> Iterator[str]:
-    """The keys of an object; whoever asks for the next must have taken the value."""
+    """Yields the keys of an object; the caller must consume each value before the next key."""
     scanner.expect(b"{")
     if scanner.peek() == b"}":
         scanner.expect(b"}")
@@ -250,7 +258,7 @@ def _members(scanner: JsonScanner) -> Iterator[str]:
 
 
 def json_layout(file: Path, source: Source, field: str) -> tuple[str, str]:
-    """How the rows lie in a JSON file, and what the user should know of it."""
+    """How rows are arranged in a JSON file, and a note about it for the user."""
     with Input(file, field) as stream:
         scanner = JsonScanner(stream)
         opening = scanner.peek()
@@ -271,12 +279,14 @@ def json_layout(file: Path, source: Source, field: str) -> tuple[str, str]:
 
 
 def _member_kind(scanner: JsonScanner) -> tuple[str, int, set[str]]:
-    """Whether a member is rows, another list, an object or a scalar; its length; the keys of its first row."""
+    """Kind of a member (rows, other list, object or scalar), its length, and the keys of its first row."""
     opening = scanner.peek()
     if opening != b"[":
         scanner.value()
         return ("object" if opening == b"{" else "scalar"), 0, set()
-    count, keys, first = 0, set(), b""
+    count = 0
+    keys = set()
+    first = b""
     for _, text in list_values(scanner):
         first = first or text
         count += 1
@@ -316,7 +326,7 @@ def _object_layout(
     return "row", "the object is taken as one row"
 
 
-def _whole_json(file: Path, layout: str, field: str) -> Iterator[ChunkPart]:
+def _load_full(file: Path, layout: str, field: str) -> Iterator[ChunkPart]:
     with Input(file, field) as stream:
         text = stream.read(MAX_COLUMNS + 1)
     if len(text) > MAX_COLUMNS:
@@ -344,7 +354,7 @@ def _whole_json(file: Path, layout: str, field: str) -> Iterator[ChunkPart]:
 
 
 def _rows_of_columns(value: dict[str, Any]) -> list[Any] | None:
-    """Rows of columns of one length, or of objects by id (pandas writes both)."""
+    """Rows from columns of equal length, or from objects by id (pandas writes both); None if neither."""
     objects = [column for column in value.values() if isinstance(column, dict)]
     if objects and not all(key.isdecimal() for column in objects for key in column):
         return list(value.values())

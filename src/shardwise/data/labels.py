@@ -1,7 +1,7 @@
-"""The classes of a classifier: what a label is called, which class it is, and which ones the training data have.
+"""Class labels: their names, their indices, and the set found in the training data.
 
-A label is a word, a whole number or true/false, and is called by its text. Data that number their classes while the
-classes have names (`objective.labels: [negative, positive]` and rows with 0 and 1) mean the names' places.
+A label is a word, an integer or true/false, and is named by its text. If the classes have names
+(`objective.labels: [negative, positive]`) and rows have 0 and 1, these are indices into the names.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _WHOLE = re.compile(r"-?\d+")
 
 
 def label_name(value: Any) -> str | None:
-    """What a label is called; None if it is none."""
+    """Name of a label; None if the value is not a label."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, float) and value.is_integer():
@@ -31,13 +31,13 @@ def label_name(value: Any) -> str | None:
 
 
 def ordered(names: Iterable[str]) -> tuple[str, ...]:
-    """Classes in their order: numbers by size, words by the alphabet."""
-    found = set(names)
-    return tuple(sorted(found, key=int) if all(map(_WHOLE.fullmatch, found)) else sorted(found))
+    """Class names in order: integers numerically, words alphabetically."""
+    unique = set(names)
+    return tuple(sorted(unique, key=int) if all(map(_WHOLE.fullmatch, unique)) else sorted(unique))
 
 
 def class_of(name: str, labels: Sequence[str]) -> int | None:
-    """The number of a class; None if there is no such class."""
+    """Index of a class; None if there is no such class."""
     if name in labels:
         return labels.index(name)
     if name.isdecimal() and int(name) < len(labels) and not any(map(_WHOLE.fullmatch, labels)):
@@ -46,7 +46,7 @@ def class_of(name: str, labels: Sequence[str]) -> int | None:
 
 
 def collect_labels(data: Data) -> tuple[str, ...]:
-    """The classes of the training sources, in order; reads them through once."""
+    """Classes of the training sources in order, found by reading them in full."""
     from shardwise.data.formats import understand
     from shardwise.data.tokenise import Spec, look
 

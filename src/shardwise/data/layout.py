@@ -1,14 +1,14 @@
-"""How the documents of sequences become what a model takes.
+"""Collates documents into model inputs.
 
-A document is tokens, some of them learned. Objectives that need more than that write it into the tokens themselves:
+A document is tokens with a loss mask. Objectives that need more than that encode it in the tokens themselves:
 
 purpose     a document's tokens
-causal      the text; what is learned is marked
+causal      the text; loss tokens are marked
 seq2seq     source, then target; the target is marked
 masked      the text, all of it marked; which tokens are masked is decided here
 classify    the text, then the class as if it were a token, marked
 preference  the length of the chosen conversation, then both conversations, chosen first; the answers are marked
-kto         0 or 1 (wanted), then the conversation; the answer is marked
+kto         0 or 1 (desirable), then the conversation; the answer is marked
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class Reader(Protocol):
-    """Where a layout finds a document's tokens; `LEARNED` is set in those that are learned."""
+    """Access to a document's tokens; `LEARNED` is set in loss tokens."""
 
     packing: bool
 
@@ -40,9 +40,9 @@ class Reader(Protocol):
 
 
 class BatchLayout(Protocol):
-    """Makes micro-batches of sequences (each an array of DOCUMENT), and says what a document counts for.
+    """Collates sequences (arrays of DOCUMENT) into micro-batches, and counts the loss units of documents.
 
-    `epoch` is for layouts that draw at random; `counted`: whether `units` is exact, or known from the batch alone.
+    `epoch` seeds layouts that sample at random; `counted`: whether `units` is exact, or known from the batch alone.
     """
 
     counted: bool
@@ -53,7 +53,7 @@ class BatchLayout(Protocol):
 
 
 class CausalLayout:
-    """Rows of documents, packed or one a row, for next-token prediction."""
+    """Rows of documents, packed or one per row, for next-token prediction."""
 
     counted = True
 
@@ -61,12 +61,12 @@ class CausalLayout:
         self.pad_id = pad_id
 
     def units(self, documents: np.ndarray) -> np.ndarray:
-        """Learned tokens."""
+        """Number of loss tokens of each document."""
         assert documents.dtype == DOCUMENT
         return documents["supervised"]
 
     def collate(self, reader: Reader, sequences: Sequence[np.ndarray], epoch: int) -> MicroBatch:
-        """Lays sequences of documents out as rows, padded to the longest row of this micro-batch."""
+        """Collates sequences into rows, padded to the longest row of this micro-batch."""
         from shardwise.data.loader import MicroBatch
 
         width = max(int(s["length"].sum()) for s in sequences)
@@ -77,7 +77,8 @@ class CausalLayout:
         sources = np.zeros(shape, dtype=np.int64)
         for row, documents in enumerate(sequences):
             ends = np.cumsum(documents["length"])
-            begins, filled = ends - documents["length"], int(ends[-1])
+            begins = ends - documents["length"]
+            filled = int(ends[-1])
             places = zip(*(documents[n].tolist() for n in ("source", "chunk", "index")), begins, ends, strict=True)
             for source, chunk, index, begin, end in places:
                 marked[row, begin:end] = reader.marked(source, chunk, index)

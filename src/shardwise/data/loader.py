@@ -1,8 +1,8 @@
-"""Serves each step's sequences to each rank, the same on any number of ranks, from any position.
+"""Serves the sequences of each step to each rank, identical for any number of ranks, from any position.
 
 The order of sequences is a pure function of the seed and the sources ([Note: order] in mixing.py), so the only state is
-how many have been consumed. Every rank knows the whole step, hence the global number of learned tokens, without asking
-the others. To find a position the windows before it are packed again: about 1.5 seconds per million documents.
+the number of sequences consumed. Every rank knows the full step, hence the global number of loss tokens, without
+communication. Seeking to a position repacks the windows before it: about 1.5 seconds per million documents.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ KEPT = 2  # windows that stay packed: a step can lie across two
 class MicroBatch:
     """Inputs of one forward: ids, labels already shifted (labels[t] is what position t predicts), positions or mask.
 
-    `sources` tells which of `source_count` sources each position is from; None where there is but one. `counts`: False
-    where a rank has no rows, and these take part in its place: their loss is multiplied by 0.
+    `sources` is the source index of each position, out of `source_count`; None if there is only one. `counts`: False if
+    these rows stand in for a rank that has none: their loss is multiplied by 0.
     """
 
     input_ids: torch.Tensor
@@ -48,7 +48,7 @@ class MicroBatch:
     filled: torch.Tensor | None = None  # tokens of each row; what comes behind them is padding
 
     def to(self, device: torch.device) -> Self:
-        """The same on a device."""
+        """Copy with all tensors on `device`."""
         moved: dict[str, Any] = {
             f.name: part.to(device, non_blocking=True)
             for f in fields(self)
@@ -59,10 +59,10 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class StepBatch:
-    """What one rank computes in one step, and the counts over all ranks.
+    """The micro-batches of one rank in one step, and the counts over all ranks.
 
-    `supervised` are units of the loss (learned tokens, or what else the layout counts), `by_source` those of each
-    source; `sequences` are consumed by the step.
+    `supervised` is the number of loss units (loss tokens, or whatever the layout counts), `by_source` those of each
+    source; `sequences` is the number of sequences the step consumes.
     """
 
     micro_batches: list[Any]
@@ -75,7 +75,7 @@ class StepBatch:
 
 @dataclass(frozen=True)
 class _Mark:
-    """Where a window begins: all that its documents follow from, and what came before it."""
+    """State at the beginning of a window: everything its documents depend on, and the totals before it."""
 
     epoch: int
     window: int  # within the epoch
@@ -94,7 +94,7 @@ def make_loader(
     temperature: float,
     epochs: Epochs | None = None,
 ) -> Loader:
-    """A loader as the settings want it; evaluation, which mixes nothing, has a temperature of 1."""
+    """Builds a loader from the settings; evaluation, which does not mix sources, uses a temperature of 1."""
     packing = bool(data.packing)
     return Loader(sources, data.sequence_length, packing, data.packing_window, seed, layout, temperature, epochs)
 
@@ -102,7 +102,7 @@ def make_loader(
 class Loader:
     """Sequences of a mixture of sources in shuffled, packed order, epoch after epoch.
 
-    `epochs`: no step takes more than is left of its epoch (see [Note: epochs]); None where steps are always full.
+    `epochs`: steps end at epoch boundaries (see [Note: epochs]); None if steps are always full.
     """
 
     def __init__(
@@ -117,7 +117,9 @@ class Loader:
         epochs: Epochs | None = None,
     ) -> None:
         self.epochs = epochs
-        self.sources, self.layout, self.seed = tuple(sources), layout, seed
+        self.sources = tuple(sources)
+        self.layout = layout
+        self.seed = seed
         self.sequence_length, self.packing = sequence_length, packing
         self._head = getattr(layout, "head", 0)  # of each document, in its length and no token
         self._stop = threading.Event()
@@ -128,47 +130,48 @@ class Loader:
 
     @property
     def names(self) -> list[str]:
-        """The sources' names, in their order."""
+        """Names of the sources, in order."""
         return [s.name for s in self.sources]
 
     def close(self) -> None:
-        """Lets go of whoever waits for a chunk; the loader is of no use afterwards."""
+        """Releases threads that wait for a chunk; the loader cannot be used afterwards."""
         self._stop.set()
 
     def epoch_sequences(self, epoch: int = 0) -> int:
-        """How many sequences an epoch has (packing makes epochs differ by a few); waits for the whole sources."""
+        """Number of sequences in an epoch (packing makes epochs differ by a few); waits for all sources."""
         first, after = self._epoch_marks(epoch)
         return after.position - first.position
 
     def efficiency(self, epoch: int = 0) -> float:
-        """Which share of an epoch's sequences is no padding, were all of them `sequence_length` long."""
+        """Fraction of an epoch's positions that is not padding, if all sequences were `sequence_length` long."""
         first, after = self._epoch_marks(epoch)
         return (after.tokens - first.tokens) / max(1, (after.position - first.position) * self.sequence_length)
 
     def sequence(self, index: int) -> np.ndarray:
-        """Documents of the sequence at an index of the first epoch (evaluation reads just that one)."""
+        """Documents of the sequence at an index of the first epoch, the only one evaluation reads."""
         return self.sequences(index, 1)[0]
 
     def locate(self, position: int) -> tuple[int, int]:
-        """Epoch and index within it of the sequence at a global position."""
+        """Epoch, and index within it, of the sequence at a global position."""
         epoch = self._marks[self._window_of(position)].epoch
         return epoch, position - self._marks[self._epochs[epoch]].position
 
     def sequences(self, position: int, count: int) -> list[np.ndarray]:
         """`count` sequences from a global position on, across epochs, each as documents."""
-        found: list[np.ndarray] = []
-        while len(found) < count:
-            number = self._window_of(position + len(found))
-            packed, offset = self._window(number), position + len(found) - self._marks[number].position
-            found += [packed[i] for i in range(offset, min(len(packed), offset + count - len(found)))]
-        return found
+        result: list[np.ndarray] = []
+        while len(result) < count:
+            number = self._window_of(position + len(result))
+            packed = self._window(number)
+            offset = position + len(result) - self._marks[number].position
+            result += [packed[i] for i in range(offset, min(len(packed), offset + count - len(result)))]
+        return result
 
     def document(self, place: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens of a document of a sequence, and which of them are learned."""
+        """Tokens and loss mask of a document of a sequence."""
         return self.sources[place["source"]].store.document(int(place["chunk"]), int(place["index"]))
 
     def step(self, position: int, batch_size: int, micro: int, rank: int, ranks: int) -> StepBatch:
-        """The share of `rank` of the batch that begins at a global position."""
+        """Returns the step of `rank` for the global batch that begins at `position`."""
         count = batch_size if self.epochs is None else min(batch_size, self.epochs.left(position))
         assert count, f"the run has ended before sequence {position}"
         sequences = self.sequences(position, count)
@@ -177,9 +180,9 @@ class Loader:
         by_source = np.bincount(documents["source"], weights=units, minlength=len(self.sources))
         epoch = self.locate(position)[0]
         assert self.epochs is None or self.locate(position + count - 1)[0] == epoch, "a step straddles two epochs"
-        mine = [sequences[turn.start : turn.stop] for turn in micro_batches(count, micro, rank, ranks)]
+        local = [sequences[span.start : span.stop] for span in micro_batches(count, micro, rank, ranks)]
         return StepBatch(
-            [self.collate(rows, epoch) if rows else self._stand_in(sequences, epoch) for rows in mine],
+            [self.collate(rows, epoch) if rows else self._stand_in(sequences, epoch) for rows in local],
             int(units.sum()),
             int(documents["length"].sum()) - self._head * len(documents),
             self._progress(position + count),
@@ -188,44 +191,45 @@ class Loader:
         )
 
     def _stand_in(self, sequences: Sequence[np.ndarray], epoch: int) -> Any:
-        """What a rank without rows computes, since forwards are collective: the step's shortest row, uncounted."""
+        """Batch for a rank without rows, since forwards are collective: the step's shortest row, with zero weight."""
         shortest = min(sequences, key=lambda documents: int(documents["length"].sum()))
         return replace(self.collate([shortest], epoch), counts=False)
 
     @property
     def source_count(self) -> int:
-        """How many sources there are."""
+        """Number of sources."""
         return len(self.sources)
 
     def marked(self, source: int, chunk: int, index: int) -> np.ndarray:
-        """Tokens of a document, LEARNED set in those that are learned."""
+        """Tokens of a document, with LEARNED set in loss tokens."""
         return self.sources[source].store.marked(chunk, index)
 
     def collate(self, sequences: Sequence[np.ndarray], epoch: int = 0) -> Any:
-        """Sequences of documents as the model takes them."""
+        """Collates sequences of documents into model inputs."""
         return self.layout.collate(self, sequences, epoch)
 
     def _epoch_marks(self, epoch: int) -> tuple[_Mark, _Mark]:
-        """Where an epoch begins and where the next does."""
+        """Marks at the beginning of an epoch and of the next one."""
         while len(self._epochs) <= epoch + 1:
             self._advance()
         return self._marks[self._epochs[epoch]], self._marks[self._epochs[epoch + 1]]
 
     def _window_of(self, position: int) -> int:
-        """The number, in the run, of the window in which a sequence lies; packs as many windows as that takes."""
+        """Index of the window that contains a position; packs windows up to it."""
         while self._marks[-1].position <= position:
             self._advance()
         return bisect_right(self._marks, position, key=lambda mark: mark.position) - 1
 
     def _advance(self) -> None:
-        """Packs the next window of the run, and so finds where the one after it begins."""
-        number, mark = len(self._marks) - 1, self._marks[-1]
-        packed, taken, carry, ended = self._pack(mark)
+        """Packs the next window of the run and records the mark behind it."""
+        number = len(self._marks) - 1
+        mark = self._marks[-1]
+        packed, consumed, carry, ended = self._pack(mark)
         self._keep(number, packed)
         tokens = mark.tokens + int(packed.documents["length"].sum()) - self._head * len(packed.documents)
         position, documents = mark.position + len(packed), mark.documents + len(packed.documents)
         if not ended:
-            self._marks.append(_Mark(mark.epoch, mark.window + 1, position, taken, carry, documents, tokens))
+            self._marks.append(_Mark(mark.epoch, mark.window + 1, position, consumed, carry, documents, tokens))
             return
         if not position and self._mixture.documents(0) < 1:
             names = ", ".join(self.names)
@@ -235,7 +239,7 @@ class Loader:
         self._epochs.append(len(self._marks) - 1)
 
     def _window(self, number: int) -> Packed:
-        """A window whose beginning is known."""
+        """The packed window of this index, whose mark must be known."""
         if number not in self._packed:
             self._keep(number, self._pack(self._marks[number])[0])
         return self._packed[number]
@@ -246,19 +250,19 @@ class Loader:
             self._packed.popitem(last=False)
 
     def _pack(self, mark: _Mark) -> tuple[Packed, tuple[int, ...], np.ndarray, bool]:
-        documents, taken, ended = self._mixture.window(mark.epoch, mark.taken)
+        documents, consumed, ended = self._mixture.window(mark.epoch, mark.taken)
         rng = sequence_order(self.seed, mark.epoch, mark.window)
-        together = np.concatenate([mark.carry, documents])
-        packed, carry = pack(together, self.sequence_length + self._head, self.packing, rng, last=ended)
-        return packed, taken, carry, ended
+        pool = np.concatenate([mark.carry, documents])
+        packed, carry = pack(pool, self.sequence_length + self._head, self.packing, rng, last=ended)
+        return packed, consumed, carry, ended
 
     def _progress(self, position: int) -> float:
-        """How many epochs have been seen; told by documents, and expected ones where a source is not complete yet."""
+        """Epochs completed, counted in documents; estimated where a source is not complete yet."""
         number = bisect_right(self._marks, position, key=lambda mark: mark.position) - 1
         mark = self._marks[number]
         documents = float(mark.documents)
         if number + 1 < len(self._marks):
             packed = self._window(number)
             documents += len(packed.documents) * (position - mark.position) / len(packed)
-        whole = self._mixture.documents(mark.epoch)
-        return mark.epoch + (min(1.0, documents / whole) if whole else 0.0)
+        total = self._mixture.documents(mark.epoch)
+        return mark.epoch + (min(1.0, documents / total) if total else 0.0)

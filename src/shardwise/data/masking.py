@@ -1,11 +1,11 @@
-"""Which tokens of a text are to be filled in, and what stands in their place.
+"""Selects the tokens of a text to mask, and their replacements.
 
-Words are told apart by the vocabulary alone: a token begins a word unless it is a continuation (WordPiece's ## prefix),
-or, where blanks are part of tokens (Ġ of byte-level tokenizers, ▁ of SentencePiece), if it begins with one. Punctuation
-that touches a word is then part of it. Other tokenizers have one word per token.
+Word boundaries come from the vocabulary alone: a token begins a word unless it is a continuation (WordPiece's ##
+prefix), or, where blanks are part of tokens (Ġ of byte-level tokenizers, ▁ of SentencePiece), if it begins with one.
+Punctuation that touches a word is then part of it. Other tokenizers have one word per token.
 
-Of the tokens that are chosen 80% become the mask, 10% any token, and 10% stay: a model that saw masks alone would learn
-nothing of the text that it is used on.
+Of the selected tokens 80% become the mask, 10% a random token, and 10% stay, as in BERT: a model that saw only masks
+would learn nothing about the unmasked text it is used on.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _BLANKS = "ĠĊĉčĎċ▁ \n\t"  # space, newline, tab, … as byte-level token
 
 
 def word_starts(tokenizer: Any) -> np.ndarray:
-    """For each token of the vocabulary whether it begins a word."""
+    """For each token of the vocabulary, whether it begins a word."""
     words = [str(w or "") for w in tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))]
     values = json.loads(tokenizer.backend_tokenizer.to_str())
     model = values.get("model") or {}
@@ -36,7 +36,7 @@ def word_starts(tokenizer: Any) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Masker:
-    """Masks texts: `share` of their tokens, all pieces of a word together if `starts` tells where words begin."""
+    """Masks a fraction `share` of a text's tokens, in whole words if `starts` gives word boundaries."""
 
     mask: int
     ordinary: np.ndarray  # tokens that may stand in for others
@@ -45,43 +45,46 @@ class Masker:
 
     @classmethod
     def of(cls, tokenizer: Any, share: float, whole_words: bool, vocabulary: int) -> Masker:
-        """For a model that knows the first `vocabulary` tokens of a tokenizer."""
+        """Builds a Masker for a model with the first `vocabulary` tokens of a tokenizer."""
         assert tokenizer.mask_token_id is not None, "the renderer refuses such tokenizers"
         special = set(tokenizer.all_special_ids)
         ordinary = np.array([i for i in range(min(vocabulary, len(tokenizer))) if i not in special], dtype=np.int64)
         starts = word_starts(tokenizer) if whole_words else None
         return cls(int(tokenizer.mask_token_id), ordinary, share, starts)
 
-    def __call__(self, tokens: np.ndarray, may: np.ndarray, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-        """The tokens as the model sees them, and which are to be filled in; only those that `may`, and at least one."""
-        chosen = self.choose(tokens, may, rng)
+    def __call__(
+        self, tokens: np.ndarray, maskable: np.ndarray, rng: np.random.Generator
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the masked tokens and which positions are predicted: at least one, only of the `maskable` ones."""
+        chosen = self.choose(tokens, maskable, rng)
         draw = rng.random(len(tokens))
-        other = self.ordinary[rng.integers(len(self.ordinary), size=len(tokens))]
-        seen = np.where(chosen & (draw < MASKED), self.mask, tokens)
-        return np.where(chosen & (draw >= 1 - REPLACED), other, seen), chosen
+        replacement = self.ordinary[rng.integers(len(self.ordinary), size=len(tokens))]
+        masked = np.where(chosen & (draw < MASKED), self.mask, tokens)
+        return np.where(chosen & (draw >= 1 - REPLACED), replacement, masked), chosen
 
-    def choose(self, tokens: np.ndarray, may: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-        """Which tokens are to be filled in."""
-        places = np.flatnonzero(may)
-        wanted = min(len(places), max(1, round(self.share * len(places))))
+    def choose(self, tokens: np.ndarray, maskable: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+        """Selects the positions to predict."""
+        places = np.flatnonzero(maskable)
+        count = min(len(places), max(1, round(self.share * len(places))))
         chosen = np.zeros(len(tokens), dtype=bool)
         words = self._words(tokens, places)
-        sizes, order = [len(w) for w in words], rng.permutation(len(words)).tolist()
-        left = wanted
+        sizes = [len(w) for w in words]
+        order = rng.permutation(len(words)).tolist()
+        left = count
         for number in order:
             if sizes[number] <= left:
                 chosen[words[number]] = True
                 left -= sizes[number]
                 if not left:
                     break
-        if left == wanted and wanted:
+        if left == count and count:
             # No word is short enough: one of them all the same, unless that would leave less than half of the text.
             short = next((n for n in order if 2 * sizes[n] <= len(places)), None)
-            chosen[rng.permutation(places)[:wanted] if short is None else words[short]] = True
+            chosen[rng.permutation(places)[:count] if short is None else words[short]] = True
         return chosen
 
     def _words(self, tokens: np.ndarray, places: np.ndarray) -> list[np.ndarray]:
-        """The places of each word; what may not be masked ends a word."""
+        """Positions of each word; a token that may not be masked ends a word."""
         if not len(places):
             return []
         first = np.ones(len(places), dtype=bool) if self.starts is None else self.starts[tokens[places]]

@@ -1,7 +1,7 @@
-"""Conversations as people write them, brought into the one shape that chat templates take.
+"""Normalises conversations to the message format that chat templates take.
 
-Understood are OpenAI's messages (parts of text, tool calls, the older function_call, weights) and ShareGPT's turns.
-What cannot be learned as text (images, audio, video) is refused, never dropped.
+Accepts OpenAI messages (text parts, tool calls, the older function_call, weights) and ShareGPT turns. What cannot be
+trained on as text (images, audio, video) is rejected, never dropped.
 """
 
 from __future__ import annotations
@@ -23,24 +23,26 @@ MEDIA = ("image", "audio", "video", "file")
 
 
 class Misfit(Exception):
-    """Something in a row does not fit: where within the row, what is wrong, what to do."""
+    """A value in a row does not fit: location within the row, problem, remedy."""
 
     def __init__(self, problem: str, remedy: str, place: str = "") -> None:
         super().__init__(problem, remedy, place)
-        self.problem, self.remedy, self.place = problem, remedy, place
+        self.problem = problem
+        self.remedy = remedy
+        self.place = place
 
     def in_row(self, raw: Raw) -> BadRow:
-        """The same as a bad row."""
+        """Converts it to a BadRow."""
         return BadRow(f"{raw.where} {self.place}".rstrip(), raw.number, self.problem, self.remedy)
 
 
 def absent(value: Any) -> bool:
-    """Whether there is no value: null, or the NaN that pandas writes for it."""
+    """Whether a value is missing: null, or the NaN that pandas writes for it."""
     return value is None or value != value
 
 
-def whole(text: str) -> str:
-    """JSON can carry halves of a character (a lone `\\ud83d`), which no tokenizer takes."""
+def checked_text(text: str) -> str:
+    r"""Returns the text; raises Misfit if it has a lone surrogate (`\ud83d` in JSON), which no tokenizer accepts."""
     if not text.isascii():
         try:
             text.encode()
@@ -51,30 +53,30 @@ def whole(text: str) -> str:
     return text
 
 
-def whole_json(value: Any) -> Any:
-    """A JSON value all of whose strings are whole."""
+def checked_json(value: Any) -> Any:
+    """Returns a JSON value; raises Misfit if a string in it has a lone surrogate."""
     try:
-        whole(json.dumps(value, ensure_ascii=False, default=str))
+        checked_text(json.dumps(value, ensure_ascii=False, default=str))
     except (ValueError, RecursionError):
         raise Misfit("holds a value that cannot be written as JSON", "mend or delete the row") from None
     return value
 
 
-def from_json(value: Any, what: str) -> Any:
-    """Columns of CSV files, and tools in many datasets, hold JSON as a string."""
+def from_json(value: Any, name: str) -> Any:
+    """Decodes a value stored as a JSON string, as CSV columns and the tools of many datasets are."""
     if not isinstance(value, str):
         return value
     try:
         return json.loads(value)
     except (ValueError, RecursionError) as error:
         remedy = "write it with json.dumps" if value.lstrip()[:2] in ("[{", "{'", "['") else "mend or delete the row"
-        raise Misfit(f"{what} is a string, and not JSON ({str(error)[:80]})", remedy) from None
+        raise Misfit(f"{name} is a string, and not JSON ({str(error)[:80]})", remedy) from None
 
 
 def read_messages(
     value: Any, name: str = "messages", role_key: str = "role", content_key: str = "content"
 ) -> tuple[tuple[Message, ...], tuple[int | None, ...]]:
-    """Messages and, if any of them has one, their weights."""
+    """Returns the messages and their weights; the weights are empty if no message has one."""
     value = from_json(value, f'"{name}"')
     if not isinstance(value, list) or not value:
         problem = f'"{name}" must be a list with at least one message'
@@ -88,7 +90,9 @@ def read_messages(
                 raise Misfit(_NEEDS.format(role_key, content_key), "mend or delete the row")
             role, content = message.get(role_key), message.get(content_key)
             if len(message) == 2 and type(content) is str and type(role) is str and role in ROLES:
-                messages.append({"role": ROLES[role], "content": content if content.isascii() else whole(content)})
+                messages.append(
+                    {"role": ROLES[role], "content": content if content.isascii() else checked_text(content)}
+                )
                 weights.append(None)
                 continue
             messages.append(_message(message, role, content, role_key, content_key))
@@ -118,27 +122,27 @@ def _message(message: dict[str, Any], role: Any, content: Any, role_key: str, co
             raise Misfit(f"a {speaker} message has tool calls; only the assistant can call", "mend or delete the row")
         read["tool_calls"] = read_calls(calls)
     for key in KEPT:
-        if isinstance(kept := message.get(key), str) and key not in (role_key, content_key):
-            read[key] = whole(kept)
+        if isinstance(extra := message.get(key), str) and key not in (role_key, content_key):
+            read[key] = checked_text(extra)
     return read
 
 
 def _content(content: Any, speaker: str, calls: bool, role_key: str, content_key: str) -> str:
     if isinstance(content, str):
-        return whole(content)
+        return checked_text(content)
     if isinstance(content, list) and (speaker != "tool" or all(isinstance(p, dict) and "type" in p for p in content)):
-        return whole(_joined([_part(part) for part in content]))
+        return checked_text(_joined([_part(part) for part in content]))
     if isinstance(content, dict) and ("type" in content or speaker != "tool"):
-        return whole(_part(content))
+        return checked_text(_part(content))
     if speaker == "tool" and isinstance(content, (dict, list)):
-        return whole(json.dumps(whole_json(content), ensure_ascii=False, default=str))
+        return checked_text(json.dumps(checked_json(content), ensure_ascii=False, default=str))
     if absent(content) and calls:
         return ""
     raise Misfit(_NEEDS.format(role_key, content_key), "give it a text, or delete the row")
 
 
 def _joined(parts: list[str]) -> str:
-    """Parts of a text, on lines of their own unless they bring the blank between them along."""
+    """Joins text parts, with newlines unless they contain the separating blank themselves."""
     text = ""
     for part in parts:
         text += f"\n{part}" if text[-1:].strip() and part[:1].strip() else part
@@ -153,12 +157,18 @@ def _part(part: Any) -> str:
         if isinstance(text := part.get("text"), str):
             return text
         raise Misfit("a part of type text has no text", "mend or delete the row")
-    words = [kind] if isinstance(kind, str) else [str(k) for k in part] if isinstance(part, dict) else []
+    words: list[str] = []
+    if isinstance(kind, str):
+        words = [kind]
+    elif isinstance(part, dict):
+        words = [str(key) for key in part]
     if medium := next((m for m in MEDIA for word in words if m in word.lower()), None):
         problem = f"the message holds {'an' if medium[0] in 'ia' else 'a'} {medium}; only text can be learned"
         raise Misfit(problem, "leave such rows out (data.on_bad_row: skip)")
-    shown = f"type {kind!r:.40}" if kind is not None else "no known type"
-    raise Misfit(f"the content has a part of {shown}; only text can be learned", 'use {"type": "text", "text": "…"}')
+    description = f"type {kind!r:.40}" if kind is not None else "no known type"
+    raise Misfit(
+        f"the content has a part of {description}; only text can be learned", 'use {"type": "text", "text": "…"}'
+    )
 
 
 def _weight(value: Any) -> int | None:
@@ -171,11 +181,18 @@ def _weight(value: Any) -> int | None:
     raise Misfit(f"weight must be 0 or 1, this is {value!r:.40}", "use 1 to learn the message, 0 to leave it unlearned")
 
 
+def _items(value: Any) -> list[Any]:
+    """A list as it is, a single object as a list of one; anything else as a list of None, which callers reject."""
+    if isinstance(value, dict):
+        return [value]
+    return value if isinstance(value, list) else [None]
+
+
 def read_calls(value: Any) -> list[dict[str, Any]]:
-    """Tool calls with their arguments as objects, which is what templates expect."""
+    """Tool calls with their arguments as objects, as templates expect."""
     value = from_json(value, "tool_calls")
     calls = []
-    for call in [value] if isinstance(value, dict) else value if isinstance(value, list) else [None]:
+    for call in _items(value):
         call = from_json(call, "a tool call")
         function = call.get("function", call) if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not isinstance(call, dict):
@@ -189,22 +206,22 @@ def read_calls(value: Any) -> list[dict[str, Any]]:
         calls.append(({"id": call["id"]} if isinstance(call.get("id"), str) else {}) | read)
     if not calls:
         raise Misfit("a tool call needs the name of a function", '{"function": {"name": "…", "arguments": {…}}}')
-    return list(whole_json(calls))
+    return list(checked_json(calls))
 
 
 def read_tools(value: Any) -> tuple[dict[str, Any], ...]:
-    """The tools of a row: a list of definitions, or that as a JSON string."""
+    """Tool definitions of a row: a list, or a JSON string of one."""
     if absent(value) or value == "":
         return ()
     value = from_json(value, "tools")
     if absent(value):
         return ()
     tools = []
-    for tool in [value] if isinstance(value, dict) else value if isinstance(value, list) else [None]:
+    for tool in _items(value):
         tool = from_json(tool, "a tool")
         function = tool.get("function", tool) if isinstance(tool, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             problem = "tools must be a list of definitions with a name each"
             raise Misfit(problem, '[{"type": "function", "function": {"name": "…", "parameters": {…}}}]')
         tools.append(tool if "function" in tool else {"type": "function", "function": tool})
-    return tuple(whole_json(tools))
+    return tuple(checked_json(tools))

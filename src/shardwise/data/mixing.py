@@ -1,14 +1,14 @@
-"""In which order the documents of all sources come, epoch after epoch.
+"""Document order over all sources, epoch after epoch.
 
-[Note: order] The order is a pure function of the seed and of what the sources hold; ranks and workers have no part in
-it. It is decided from left to right: to know the next documents, nothing is asked of a source but the chunks that it
-has written so far (and a bit beyond, where only a share of it is used). So training can start while later chunks are
-still being tokenised, and sees the same order as with everything in the cache.
+[Note: order] The order is a pure function of the seed and the contents of the sources; ranks and workers have no
+influence. It is decided from left to right: the next documents depend only on the chunks that a source has written so
+far (and slightly beyond, where only a fraction of it is used). So training can start while later chunks are still being
+tokenised, and sees the same order as with everything cached.
 
 A pass over a source goes through shuffle windows (consecutive chunks, about `packing_window` documents); the first
-pass takes them as they stand, later ones permute them; within a window the documents are permuted. Epoch e of the run
+pass takes them in file order, later ones permute them; within a window the documents are permuted. Epoch e of the run
 covers passes e·r to (e+1)·r of a source, r being its passes per epoch. Mixing windows of `packing_window` documents
-take from each source in proportion to what it has to deliver in an epoch.
+take from each source in proportion to its documents per epoch.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _WINDOWS, _WITHIN, _SEQUENCES = 1, 2, 3  # what a stream of random numbers is fo
 
 @dataclass(frozen=True)
 class SourceStream:
-    """A source as the mixture sees it; `rows` are those of its files (None = cannot be told beforehand)."""
+    """A source of the mixture; `rows` is the number of rows in its files (None if unknown in advance)."""
 
     name: str
     store: TokenStore
@@ -46,39 +46,40 @@ class SourceStream:
 
 
 class LoaderClosed(Exception):
-    """The loader was closed while it waited for a chunk."""
+    """The loader was closed while waiting for a chunk."""
 
 
 def random_stream(seed: int, purpose: int, *place: int) -> np.random.Generator:
-    """Random numbers of their own for each purpose and place."""
+    """Independent random generator for each purpose and position."""
     # Always the same length: numpy takes [1, 2] and [1, 2, 0] for the same seed.
     return np.random.default_rng([seed, purpose, *place, *[0] * (3 - len(place))])
 
 
 def sequence_order(seed: int, epoch: int, window: int) -> np.random.Generator:
-    """Random numbers that shuffle the sequences of a mixing window."""
+    """Random generator that shuffles the sequences of a mixing window."""
     return random_stream(seed, _SEQUENCES, epoch, window)
 
 
 def passes_per_epoch(sources: Sequence[SourceStream], temperature: float = 1.0) -> list[Fraction]:
-    """How many passes over each source an epoch of the run makes: `epochs`, or else by weight and size.
+    """Passes over each source per epoch of the run: its `epochs`, or else by weight and size.
 
-    Those without `epochs` share what they have together, in proportion to weight × rows^(1/temperature).
+    Sources without `epochs` share their total number of rows in proportion to weight × rows^(1/temperature).
     """
-    given = {i: Fraction(str(s.epochs)) for i, s in enumerate(sources) if s.epochs is not None}
-    free = [i for i in range(len(sources)) if i not in given]
+    passes = {i: Fraction(str(s.epochs)) for i, s in enumerate(sources) if s.epochs is not None}
+    free = [i for i in range(len(sources)) if i not in passes]
     if len({sources[i].weight for i in free}) > 1 or (temperature != 1 and len(free) > 1):
         rows = {i: Fraction(_rows(sources[i])) for i in free}
         if temperature == 1:  # exact, so that what comes to a whole pass is one
-            wanted = {i: Fraction(str(sources[i].weight)) * rows[i] for i in free}
+            weights = {i: Fraction(str(sources[i].weight)) * rows[i] for i in free}
         else:
-            wanted = {i: Fraction(sources[i].weight * float(rows[i]) ** (1 / temperature)) for i in free}
-        whole, weighed = sum(rows.values(), Fraction(0)), sum(wanted.values(), Fraction(0))
+            weights = {i: Fraction(sources[i].weight * float(rows[i]) ** (1 / temperature)) for i in free}
+        total_rows = sum(rows.values(), Fraction(0))
+        total_weight = sum(weights.values(), Fraction(0))
         for i in free:
-            given[i] = wanted[i] / weighed * whole / rows[i] if rows[i] else Fraction(1)
+            passes[i] = weights[i] / total_weight * total_rows / rows[i] if rows[i] else Fraction(1)
             if temperature != 1:
-                given[i] = Fraction(f"{float(given[i]):.12g}")
-    return [given.get(i, Fraction(1)) for i in range(len(sources))]
+                passes[i] = Fraction(f"{float(passes[i]):.12g}")
+    return [passes.get(i, Fraction(1)) for i in range(len(sources))]
 
 
 def _rows(source: SourceStream) -> int:
@@ -90,13 +91,18 @@ def _rows(source: SourceStream) -> int:
 
 
 class Passes:
-    """The documents of one source, pass after pass; waits for chunks only where they are needed."""
+    """Documents of one source, pass after pass; waits for chunks only when they are needed."""
 
     def __init__(
         self, source: SourceStream, number: int, rate: Fraction, window: int, seed: int, stop: threading.Event
     ) -> None:
-        self._store, self._rows, self._number, self.rate = source.store, source.rows, number, rate
-        self._size, self._seed, self._stop = window, seed, stop
+        self._store = source.store
+        self._rows = source.rows
+        self._number = number
+        self.rate = rate
+        self._size = window
+        self._seed = seed
+        self._stop = stop
         self._chunks = 0  # that are known
         self.known = 0  # documents in them
         self.complete = False
@@ -107,34 +113,34 @@ class Passes:
         self._order = lru_cache(maxsize=2)(self._permuted)
 
     def _grow(self) -> bool:
-        """Gets to know one more chunk; False at the end of the source."""
+        """Indexes one more chunk; False at the end of the source."""
         if self.complete:
             return False
-        while (there := self._store.ready(self._chunks)) is None:
+        while (ready := self._store.ready(self._chunks)) is None:
             if self._stop.wait(POLL):
                 raise LoaderClosed
-        if there:
+        if ready:
             self.known += len(self._store.table(self._chunks))
             self._chunks += 1
-        self.complete = not there
+        self.complete = not ready
         if self.known - self._first_document[-1] >= self._size or (self.complete and self._open):
             self._first_chunk.append(self._chunks)
             self._first_document.append(self.known)
-        return there
+        return ready
 
     @property
     def _open(self) -> bool:
-        """Whether documents have come since the last window was closed."""
+        """Whether documents were added since the last window was closed."""
         return self.known > self._first_document[-1]
 
     def total(self) -> int:
-        """Documents of the source; waits for all of it."""
+        """Number of documents of the source; waits for all of it."""
         while self._grow():
             pass
         return self.known
 
     def expected(self) -> float:
-        """Documents per pass, as the first window and the number of rows let expect; the whole is not waited for."""
+        """Estimated documents per pass, from the first window and the number of rows; does not wait."""
         if self._expected is None:
             while len(self._first_chunk) == 1 and self._grow():
                 pass
@@ -145,39 +151,41 @@ class Passes:
         return self._expected
 
     def share(self, epoch: int) -> float:
-        """Documents in an epoch: what the store knows, else what is expected; not waited for."""
-        whole = self.known if self.complete else (self._store.facts or {}).get("documents")
-        if whole is None:
+        """Number of documents in an epoch, estimated while the source is incomplete; does not wait."""
+        documents = self.known if self.complete else (self._store.facts or {}).get("documents")
+        if documents is None:
             return float(self.rate) * self.expected()
-        return float(floor((epoch + 1) * self.rate * whole) - floor(epoch * self.rate * whole))
+        return float(floor((epoch + 1) * self.rate * documents) - floor(epoch * self.rate * documents))
 
     def start(self, epoch: int) -> int:
-        """Documents, over all passes, that came before an epoch of the run."""
+        """Number of documents, over all passes, before an epoch of the run."""
         return floor(epoch * self.rate * self.total()) if epoch else 0
 
-    def available(self, epoch: int, taken: int, wanted: int) -> int:
-        """How many more documents the epoch has, of those wanted."""
-        needed = ceil((taken + wanted) / self.rate)
+    def available(self, epoch: int, consumed: int, requested: int) -> int:
+        """How many of the `requested` documents the epoch still has."""
+        needed = ceil((consumed + requested) / self.rate)
         while epoch == 0 and self.known < needed and self._grow():
             pass
         if epoch == 0 and self.known >= needed:
-            return wanted
-        return min(wanted, self.start(epoch + 1) - self.start(epoch) - taken)
+            return requested
+        return min(requested, self.start(epoch + 1) - self.start(epoch) - consumed)
 
-    def take(self, epoch: int, taken: int, count: int) -> np.ndarray:
-        """`count` documents of the epoch, after those taken."""
-        parts, at = [], self.start(epoch) + taken
+    def take(self, epoch: int, consumed: int, count: int) -> np.ndarray:
+        """The next `count` documents of the epoch after `consumed`."""
+        parts = []
+        at = self.start(epoch) + consumed
         while count:
             while self.known <= at and self._grow():
                 pass
             number, within = divmod(at, self.known) if self.complete else (0, at)
             documents, first = self._window_at(number, within)
             parts.append(documents[within - first : within - first + count])
-            at, count = at + len(parts[-1]), count - len(parts[-1])
+            at += len(parts[-1])
+            count -= len(parts[-1])
         return np.concatenate(parts) if parts else np.empty(0, dtype=DOCUMENT)
 
     def _window_at(self, number: int, document: int) -> tuple[np.ndarray, int]:
-        """The documents of the window of a pass in which a place lies, and the place of the first of them."""
+        """Documents of the window of a pass that contains a position, and the position of its first document."""
         if number == 0:
             while self._first_document[-1] <= document:
                 self._grow()
@@ -188,7 +196,7 @@ class Passes:
         return self._documents(number, int(order[place])), int(starts[place])
 
     def _permuted(self, number: int) -> tuple[np.ndarray, np.ndarray]:
-        """The windows of a later pass, and the place of the first document of each."""
+        """Window order of a later pass, and the position of each window's first document."""
         sizes = np.diff(self._first_document)
         order = random_stream(self._seed, _WINDOWS, self._number, number).permutation(len(sizes))
         return order, np.concatenate([[0], np.cumsum(sizes[order])])[:-1]
@@ -207,7 +215,7 @@ class Passes:
 
 
 class Mixture:
-    """The documents of all sources, in mixing windows; a window follows from how many were taken before it."""
+    """Documents of all sources in mixing windows; a window depends only on how many were consumed before it."""
 
     def __init__(
         self, sources: Sequence[SourceStream], window: int, seed: int, temperature: float, stop: threading.Event
@@ -218,38 +226,38 @@ class Mixture:
 
     @property
     def start(self) -> tuple[int, ...]:
-        """What has been taken of each source when an epoch begins."""
+        """Documents consumed of each source at the beginning of an epoch."""
         return (0,) * len(self.passes)
 
-    def window(self, epoch: int, taken: tuple[int, ...]) -> tuple[np.ndarray, tuple[int, ...], bool]:
-        """The next documents of an epoch, what has been taken of each source then, and whether that was all."""
-        counts = self._share_out(epoch, taken)
-        parts = [p.take(epoch, t, c) for p, t, c in zip(self.passes, taken, counts, strict=True)]
-        after = tuple(t + c for t, c in zip(taken, counts, strict=True))
+    def window(self, epoch: int, consumed: tuple[int, ...]) -> tuple[np.ndarray, tuple[int, ...], bool]:
+        """The next documents of an epoch, the documents then consumed of each source, and whether it has ended."""
+        counts = self._share_out(epoch, consumed)
+        parts = [p.take(epoch, t, c) for p, t, c in zip(self.passes, consumed, counts, strict=True)]
+        after = tuple(t + c for t, c in zip(consumed, counts, strict=True))
         ended = not any(p.available(epoch, t, 1) for p, t in zip(self.passes, after, strict=True))
         return np.concatenate(parts), after, ended
 
     def documents(self, epoch: int) -> float:
-        """How many documents an epoch has; of a source that is not complete yet, how many are expected."""
+        """Number of documents in an epoch, estimated for sources that are not complete yet."""
         return sum(p.share(epoch) for p in self.passes)
 
-    def _share_out(self, epoch: int, taken: tuple[int, ...]) -> list[int]:
-        """How many documents of each source a window has; what one lacks, the others make up for."""
+    def _share_out(self, epoch: int, consumed: tuple[int, ...]) -> list[int]:
+        """Number of documents of each source in a window; the others make up for a source that runs out."""
         counts = [0] * len(self.passes)
         running = list(range(len(self.passes)))
         while running and (room := self._size - sum(counts)):
-            offered = self._in_proportion(running, [t + c for t, c in zip(taken, counts, strict=True)], room)
+            offered = self._in_proportion(running, [t + c for t, c in zip(consumed, counts, strict=True)], room)
             for i, more in zip(tuple(running), offered, strict=True):
-                there = self.passes[i].available(epoch, taken[i] + counts[i], more)
-                counts[i] += there
-                if there < more:
+                available = self.passes[i].available(epoch, consumed[i] + counts[i], more)
+                counts[i] += available
+                if available < more:
                     running.remove(i)
         return counts
 
-    def _in_proportion(self, running: list[int], taken: list[int], room: int) -> list[int]:
-        """Shares `room` out such that each source is as far on its way as the others, to half a document.
+    def _in_proportion(self, running: list[int], consumed: list[int], room: int) -> list[int]:
+        """Distributes `room` so that all sources progress through the epoch evenly, to half a document.
 
-        The k-th document of a source is due at (k + ½) / its documents per epoch; the `room` that are due first go.
+        The k-th document of a source is due at (k + ½) / its documents per epoch; the `room` earliest are chosen.
         """
         if len(running) == 1:
             return [room]
@@ -257,16 +265,16 @@ class Mixture:
         due = []
         for i, rate in zip(running, rates, strict=True):
             # No source has more than its share and what it is behind by.
-            behind = max(0.0, max(taken[j] / r for j, r in zip(running, rates, strict=True)) * rate - taken[i])
-            most = min(room, ceil(room * rate / sum(rates) + behind) + 2)
-            due.append((taken[i] + np.arange(most) + 0.5) / rate)
+            behind = max(0.0, max(consumed[j] / r for j, r in zip(running, rates, strict=True)) * rate - consumed[i])
+            limit = min(room, ceil(room * rate / sum(rates) + behind) + 2)
+            due.append((consumed[i] + np.arange(limit) + 0.5) / rate)
         owner = np.repeat(np.arange(len(running)), [len(d) for d in due])
         first = np.argsort(np.concatenate(due), kind="stable")[:room]
         return [int(n) for n in np.bincount(owner[first], minlength=len(running))]
 
 
 def source_names(sources: Sequence[Source]) -> list[str]:
-    """A name for each source, unique: its own, else the end of its path, with more of the path where two are alike."""
+    """Unique name for each source: its own, else the end of its path, with more of the path to disambiguate."""
     ends = [_words(s.path)[-1] for s in sources]
     names = []
     for source, end in zip(sources, ends, strict=True):
@@ -283,7 +291,7 @@ def source_names(sources: Sequence[Source]) -> list[str]:
 
 
 def _words(path: str) -> list[str]:
-    """The words of a path, without patterns, kinds of file and compression."""
+    """Words of a path, without glob patterns, file types and compression suffixes."""
     words = [w for w in PurePosixPath(path.removeprefix("hf:").replace("\\", "/")).parts if w not in ("/", "..", "~")]
     if not Path(path).expanduser().exists():  # a file may be called a[1].jsonl
         words = [w for w in words if not re.search(r"[*?\[]", w)] or ["data"]
@@ -292,5 +300,5 @@ def _words(path: str) -> list[str]:
 
 
 def all_names(data: Data) -> list[str]:
-    """Names of the training sources, then of the eval sources."""
+    """Names of the training sources, then of the evaluation sources."""
     return source_names(data.train) + source_names(data.eval_sources)

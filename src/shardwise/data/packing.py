@@ -1,7 +1,7 @@
-"""Puts documents together into sequences: best fit, longest first, so that little is padding.
+"""Packs documents into sequences by best-fit decreasing, to minimise padding.
 
-A window of 65,536 documents takes about 80 ms: the rooms that sequences have left are bits of integers, so the best
-room for a document is the lowest bit from its length on.
+A window of 65,536 documents takes about 80 ms: the free space of sequences is a bit set in integers, so the best
+sequence for a document is the lowest set bit from its length on.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ DOCUMENT = np.dtype(
 
 @dataclass(frozen=True)
 class Packed:
-    """Sequences one after the other: sequence i is documents[bounds[i] : bounds[i + 1]]."""
+    """Concatenated sequences: sequence i is documents[bounds[i] : bounds[i + 1]]."""
 
     documents: np.ndarray
     bounds: np.ndarray
@@ -33,7 +33,7 @@ class Packed:
 
 
 def best_fit(lengths: np.ndarray, capacity: int) -> np.ndarray:
-    """The sequence of each document: where it leaves the least room; longest first, ties in the order given."""
+    """Sequence index of each document: the one it leaves the least room in; longest first, ties in input order."""
     order = np.argsort(-lengths, kind="stable")
     ordered = lengths[order].tolist()
     smallest = ordered[-1] if ordered else 0
@@ -47,7 +47,8 @@ def best_fit(lengths: np.ndarray, capacity: int) -> np.ndarray:
         room = length
         if not fitting and (further := open_blocks >> (block + 1)):
             block += (further & -further).bit_length()
-            fitting, room = open_rooms[block], block * BLOCK
+            fitting = open_rooms[block]
+            room = block * BLOCK
         if fitting:
             room += (fitting & -fitting).bit_length() - 1
             sequence = waiting[room].pop()
@@ -72,10 +73,10 @@ def best_fit(lengths: np.ndarray, capacity: int) -> np.ndarray:
 def pack(
     documents: np.ndarray, capacity: int, packing: bool, rng: np.random.Generator, last: bool
 ) -> tuple[Packed, np.ndarray]:
-    """The sequences of a window of documents, shuffled, and the documents to be carried into the next window.
+    """Returns the shuffled sequences of a window of documents, and the documents carried over to the next window.
 
-    Of a best fit at most one sequence is less than half full, for what is in a second would have fitted into the
-    first. That one waits for the next window, unless this is the last.
+    With best fit at most one sequence is less than half full, since the contents of a second would have fitted into the
+    first. That one is carried over, unless this is the last window.
     """
     documents = documents[rng.permutation(len(documents))]
     carry = np.empty(0, dtype=documents.dtype)  # no slice: it is kept, and would keep the whole window alive
@@ -85,7 +86,9 @@ def pack(
     filled = np.bincount(sequence, weights=documents["length"])
     if not last and len(filled) and 2 * filled.min() < capacity:
         waits = sequence == filled.argmin()
-        carry, documents, sequence = documents[waits], documents[~waits], sequence[~waits]
+        carry = documents[waits]
+        documents = documents[~waits]
+        sequence = sequence[~waits]
     place = rng.permutation(len(filled))[sequence]
     by_place = np.argsort(place, kind="stable")
     sizes = np.bincount(place, minlength=len(filled))

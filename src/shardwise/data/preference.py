@@ -1,4 +1,4 @@
-"""Answers that are judged: pairs of a chosen and a rejected one, and single ones that are wanted or not."""
+"""Preference data: pairs of a chosen and a rejected answer, and single answers labelled desirable or not."""
 
 from __future__ import annotations
 
@@ -15,21 +15,22 @@ JUDGED = {"preference": "objective: dpo (or orpo)", "kto": "objective: kto"}  # 
 
 
 def check_format(detected: Detected, purpose: Purpose, field: str, path: str) -> None:
-    """Rows that say what to prefer are for objectives that prefer, and the other way round."""
-    found = detected.format
-    if purpose in JUDGED and found != purpose:
+    """Raises UserError if preference rows meet a non-preference objective, or the reverse."""
+    format = detected.format
+    if purpose in JUDGED and format != purpose:
         columns = "prompt, chosen and rejected" if purpose == "preference" else "prompt, completion and label"
-        problem = f"the rows are {found} data, but the objective needs rows with {columns}"
-        remedy = f"use {JUDGED.get(found, 'objective: causal')}, or other data"
+        problem = f"the rows are {format} data, but the objective needs rows with {columns}"
+        remedy = f"use {JUDGED.get(format, 'objective: causal')}, or other data"
         raise UserError(field, path, problem, remedy)
-    if purpose not in JUDGED and found in JUDGED:
-        problem = f"the rows are {found} data, which say what to prefer, not what to write"
-        remedy = f"use {JUDGED[found]} to learn what to prefer; or, to learn the good answers alone, {_good(detected)}"
+    if purpose not in JUDGED and format in JUDGED:
+        problem = f"the rows are {format} data, which say what to prefer, not what to write"
+        plain = _plain_remedy(detected)
+        remedy = f"use {JUDGED[format]} to learn what to prefer; or, to learn the good answers alone, {plain}"
         raise UserError(field, path, problem, remedy)
 
 
-def _good(detected: Detected) -> str:
-    """What makes plain examples of rows that are judged."""
+def _plain_remedy(detected: Detected) -> str:
+    """Remedy that turns preference rows into plain examples."""
     columns = detected.columns
     if detected.format == "kto":
         return f"format: prompt and data.refine.filter: {columns.get('label', 'label')}"
@@ -40,22 +41,22 @@ def _good(detected: Detected) -> str:
 
 
 def truncated(pair: Document, limit: int) -> Document | None:
-    """A pair whose conversations are cut at their ends, the longer one first, until both fit together.
+    """Truncates the conversations of a pair at their ends, the longer one first, until both fit.
 
-    None where an answer would be gone: then there is nothing to compare.
+    Returns None if that would remove an answer: then there is nothing to compare.
     """
     assert pair.head is not None
     a, b = pair.head, len(pair.tokens) - pair.head
-    kept = min(a, max(limit // 2, limit - b)), min(b, max(limit // 2, limit - a))
-    place = np.r_[: kept[0], pair.head : pair.head + kept[1]]
+    sizes = min(a, max(limit // 2, limit - b)), min(b, max(limit // 2, limit - a))
+    place = np.r_[: sizes[0], pair.head : pair.head + sizes[1]]
     learned = pair.learned[place]
-    if not learned[: kept[0]].any() or not learned[kept[0] :].any():
+    if not learned[: sizes[0]].any() or not learned[sizes[0] :].any():
         return None
-    return replace(pair, tokens=pair.tokens[place], learned=learned, head=kept[0])
+    return replace(pair, tokens=pair.tokens[place], learned=learned, head=sizes[0])
 
 
 def describe_head(document: Document, purpose: Purpose) -> str:
-    """What a document's head says, for people."""
+    """Human-readable meaning of a document's head."""
     if document.head is None:
         return ""
     if purpose == "kto":

@@ -1,7 +1,7 @@
-"""How judged answers become batches.
+"""Collates preference data into batches.
 
-Every conversation is a document of its own in a packed row (or a row of its own), by the machinery of causal rows;
-beside it the batch says which conversation a position belongs to, so that log-probabilities can be added up.
+Every conversation is a document in a packed row (or has its own row), as in the causal layout; in addition the batch
+has the conversation index of every position, so that log-probabilities can be summed per conversation.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from shardwise.data.packing import DOCUMENT
 
 @dataclass(frozen=True, kw_only=True)
 class PreferenceBatch(MicroBatch):
-    """Conversations and, for every position, the number of the one it is in; padding has the number `count`.
+    """Conversations and, for every position, the index of its conversation; padding has the index `count`.
 
-    Of pairs 2i is chosen and 2i + 1 rejected. `wanted`: of single answers, 1 or 0. `answer_sources`: the source of
-    each pair or single answer, None where there is but one.
+    In pairs, 2i is chosen and 2i + 1 rejected. `wanted`: 1 or 0 for single answers. `answer_sources`: the source of
+    each pair or single answer, None if there is only one.
     """
 
     conversations: torch.Tensor
@@ -33,10 +33,11 @@ class PreferenceBatch(MicroBatch):
 
 
 class _Conversations:
-    """A reader of the conversations of documents as if each were a document of its own."""
+    """Reader that presents the conversations of documents as documents of their own."""
 
     def __init__(self, reader: Reader, rows: list[list[tuple[np.ndarray, int]]]) -> None:
-        self.packing, self._of = reader.packing, reader
+        self.packing = reader.packing
+        self._of = reader
         self.flat = [tokens for row in rows for tokens, _ in row]
         numbers = iter(range(len(self.flat)))
         places = [[(source, 0, next(numbers), len(tokens), 0) for tokens, source in row] for row in rows]
@@ -51,7 +52,7 @@ class _Conversations:
 
 
 class _AnswersLayout:
-    """What pairs and single answers have in common."""
+    """Base class of the pair and single-answer layouts."""
 
     counted = True
     head = 1  # number of each document that is no token
@@ -60,15 +61,15 @@ class _AnswersLayout:
         self._causal = CausalLayout(pad_id)
 
     def units(self, documents: np.ndarray) -> np.ndarray:
-        """Pairs, or single answers: one a document."""
+        """Pairs or single answers: one per document."""
         return np.ones(len(documents), dtype=np.int64)
 
     def parts(self, marked: np.ndarray) -> list[np.ndarray]:
-        """The conversations of a document."""
+        """Splits a document into its conversations."""
         raise NotImplementedError
 
     def collate(self, reader: Reader, sequences: Sequence[np.ndarray], epoch: int) -> PreferenceBatch:
-        """Lays the conversations of each sequence out in one row if packed, else each in its own."""
+        """Collates the conversations of each sequence into one row if packed, else one row each."""
         rows: list[list[tuple[np.ndarray, int]]] = []
         heads: list[int] = []
         sources: list[int] = []
@@ -96,19 +97,19 @@ class _AnswersLayout:
 
 
 class PreferenceLayout(_AnswersLayout):
-    """Pairs of a chosen and a rejected conversation."""
+    """Pairs of a chosen and a rejected conversation, as DPO and ORPO take them."""
 
     def parts(self, marked: np.ndarray) -> list[np.ndarray]:
-        """Chosen, rejected."""
+        """Returns the chosen and the rejected conversation."""
         first = 1 + int(marked[0])
         return [marked[1:first], marked[first:]]
 
 
 class KtoLayout(_AnswersLayout):
-    """Conversations whose answers are wanted or not."""
+    """Single conversations labelled desirable or not, as KTO takes them."""
 
     def parts(self, marked: np.ndarray) -> list[np.ndarray]:
-        """The one there is."""
+        """Returns the document's single conversation."""
         return [marked[1:]]
 
 

@@ -1,6 +1,6 @@
-"""Lays the next step's batch out while the device computes this one's, so that the device does not wait for data.
+"""Collates the next step's batch while the device computes the current one, so that the device does not wait for data.
 
-One thread, one step ahead: batches are a pure function of the position, so nothing changes but the time they take.
+One thread, one step ahead: batches are a pure function of the position, so prefetching changes nothing but the timing.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from shardwise.data.mixing import LoaderClosed
 
 
 class Prefetcher:
-    """Steps of a loader from any position on, the next one made ready in the background until `end`."""
+    """Serves the steps of a loader, preparing the next one in the background until position `end`."""
 
     def __init__(self, loader: Loader, batch_size: int, micro: int, rank: int, ranks: int, end: int) -> None:
         self._loader, self._end = loader, end
         self._step: Callable[[int], StepBatch] = lambda at: loader.step(at, batch_size, micro, rank, ranks)
         self._thread: threading.Thread | None = None
         self._position = -1
-        self._made: StepBatch | BaseException | None = None
+        self._batch: StepBatch | BaseException | None = None
 
     def step(self, position: int) -> StepBatch:
-        """This rank's share of the batch at a position; starts on the one after it."""
-        made = self._take()
-        batch = made if self._position == position and made is not None else self._step(position)
+        """Returns this rank's share of the batch at a position, and starts preparing the following one."""
+        prefetched = self._take()
+        batch = prefetched if self._position == position and prefetched is not None else self._step(position)
         if isinstance(batch, BaseException):
             raise batch
         following = position + batch.sequences
@@ -40,16 +40,18 @@ class Prefetcher:
     def _take(self) -> StepBatch | BaseException | None:
         if self._thread is not None:
             self._thread.join()
-        made, self._thread, self._made = self._made, None, None
-        return made
+        batch = self._batch
+        self._thread = None
+        self._batch = None
+        return batch
 
     def _make(self, position: int) -> None:
         try:
-            self._made = self._step(position)
+            self._batch = self._step(position)
         except LoaderClosed:
             pass
         except BaseException as error:  # raised where the batch is asked for
-            self._made = error
+            self._batch = error
 
     def __enter__(self) -> Prefetcher:
         return self

@@ -1,9 +1,8 @@
-"""From the settings to token stores: what is in the cache is used, what is not is made.
+"""Prepares token stores from the settings, reusing the cache.
 
-A source's folder in the cache is named by the contents of its files and everything that shapes its tokens, so a second
-run starts at once and a changed file is noticed. Small data are made here and now. Larger ones are made by a process of
-their own: a run that knows its number of steps begins with the first window of each source, one that counts in epochs
-waits for all.
+A source's cache folder is keyed by the contents of its files and everything that affects its tokens, so a second run
+starts at once and a changed file is noticed. Small data are tokenised in this process, larger data in a separate one: a
+run with a fixed number of steps starts after the first window of each source, one that counts epochs waits for all.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ LITTER = 60.0  # seconds after which a folder of work whose owner holds no lock 
 
 @dataclass(frozen=True)
 class PreparedSource:
-    """One source's tokens, perhaps still growing."""
+    """Token stores of one source, possibly still being written."""
 
     spec: Spec
     folder: Path
@@ -54,48 +53,64 @@ class PreparedSource:
 
     @property
     def facts(self) -> dict[str, Any] | None:
-        """What became of its rows; None while it is being tokenised."""
+        """Counts of the tokenised source; None while it is being tokenised."""
         return self.store.facts
 
     @property
     def known(self) -> dict[str, Any]:
-        """The same; waits for it."""
+        """Counts of the tokenised source; waits until they are available."""
         return self.store.wait()
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """Training and evaluation sources, and a fingerprint that checkpoints carry."""
+    """Training and evaluation sources, and the data fingerprint stored in checkpoints."""
 
     train: list[PreparedSource]
     eval: list[PreparedSource]
     fingerprint: str
     share: float
+    digests: tuple[str, ...] = ()  # of the sources' contents, those for training first
+
+    @property
+    def counts(self) -> list[int | None]:
+        """Rows of each source, where mixing needs them."""
+        return [source.rows for source in self.train + self.eval]
 
     @property
     def complete(self) -> bool:
-        """Whether everything is tokenised."""
+        """Whether all sources are tokenised."""
         return all(s.facts is not None for s in self.train + self.eval)
 
     def wait(self) -> None:
-        """Waits until it is."""
+        """Waits until all sources are tokenised."""
         for source in self.train + self.eval:
             source.store.wait()
 
     def streams(self) -> list[SourceStream]:
-        """The training sources as they are mixed."""
-        names = source_names([one.spec.source for one in self.train])
+        """The training sources as inputs of the mixture."""
+        names = source_names([prepared.spec.source for prepared in self.train])
         return [
-            SourceStream(name, one.store, one.rows, one.spec.source.weight, one.spec.source.epochs)
-            for name, one in zip(names, self.train, strict=True)
+            SourceStream(name, prepared.store, prepared.rows, prepared.spec.source.weight, prepared.spec.source.epochs)
+            for name, prepared in zip(names, self.train, strict=True)
         ]
 
     def total(self, name: str) -> int:
-        """A count over the training sources, as far as they are done."""
+        """Sum of a count over the training sources completed so far."""
         return sum(int(s.facts[name]) for s in self.train if s.facts is not None)
 
 
-Tell = Callable[[int, int, int | None, int], None]  # source, its rows so far, all its rows if known, tokens so far
+@dataclass(frozen=True)
+class Contents:
+    """What reading the sources gave: digests of their contents, and counts of rows where mixing needs them."""
+
+    digests: list[str]
+    rows: list[int | None]
+
+
+ProgressReport = Callable[
+    [int, int, int | None, int], None
+]  # source, its rows so far, all its rows if known, tokens so far
 
 
 def prepare_data(
@@ -105,23 +120,27 @@ def prepare_data(
     say: Callable[[str], None] = lambda _: None,
     vocabulary: int | None = None,
     early: bool = False,
-    tell: Tell | None = None,
+    progress: ProgressReport | None = None,
     purpose: Purpose = "causal",
     labels: tuple[str, ...] = (),
     stops: tuple[str, ...] = (),
+    read: Contents | None = None,
 ) -> Prepared:
-    """Finds or makes everything the run will learn from; `early` returns as soon as a run can begin."""
+    """Loads or builds the token stores of all sources; `early` returns as soon as training can start.
+
+    `read`: what another process found when it read the sources, which are not read again then.
+    """
     share = data.eval_share
     specs = [
         Spec(f"data.train.{i}", i, s, data, seed, share, vocabulary, purpose, labels, stops)
         for i, s in enumerate(data.train)
     ]
-    whole = data.model_copy(update={"refine": Refine()})  # what is measured by is not refined
+    unrefined = data.model_copy(update={"refine": Refine()})  # what is measured by is not refined
     specs += [
-        Spec(f"data.eval.{i}", i, s, whole, seed, 0.0, vocabulary, purpose, labels, stops)
+        Spec(f"data.eval.{i}", i, s, unrefined, seed, 0.0, vocabulary, purpose, labels, stops)
         for i, s in enumerate(data.eval_sources)
     ]
-    digests = [content_digest(spec.source, spec.field) for spec in specs]
+    digests = [content_digest(spec.source, spec.field) for spec in specs] if read is None else read.digests
     everything = hashlib.sha256("".join(digests).encode()).hexdigest()
     shape = " ".join([template_fingerprint(tokenizer), *stops])
     folders = [
@@ -131,18 +150,18 @@ def prepare_data(
     missing = [i for i, f in enumerate(folders) if not (f / "train/done.json").is_file()]
     alive: Callable[[], bool] = lambda: False  # noqa: E731
     if missing:
-        alive = _make(specs, folders, tokenizer, say, early, tell)
-    counted = _counts_needed(data)
+        alive = _build_stores(specs, folders, tokenizer, say, early, progress)
+    rows = _row_counts(specs, _counts_needed(data)) if read is None else read.rows
     sources = [
         PreparedSource(
-            spec, folder, TokenStore(folder / "train", alive), TokenStore(folder / "eval", alive),
-            count_rows(spec.source, spec.field) if counted and spec.trains else None, i not in missing,
+            spec, folder, TokenStore(folder / "train", alive), TokenStore(folder / "eval", alive), rows[i],
+            i not in missing,
         )
         for i, (spec, folder) in enumerate(zip(specs, folders, strict=True))
     ]  # fmt: skip
     train, evaluation = sources[: len(data.train)], sources[len(data.train) :]
     fingerprint = _fingerprint(digests[: len(train)], shape, data, seed, share, purpose, labels)
-    prepared = Prepared(train, evaluation, fingerprint, share)
+    prepared = Prepared(train, evaluation, fingerprint, share, tuple(digests))
     if not early:
         prepared.wait()
     _check(prepared, vocabulary)
@@ -150,7 +169,7 @@ def prepare_data(
 
 
 def _check(prepared: Prepared, vocabulary: int | None) -> None:
-    """What only the whole can tell; for sources that are still growing their own process does it."""
+    """Checks that need complete sources; incomplete ones are checked by the process that tokenises them."""
     if vocabulary is not None:
         for source in prepared.train + prepared.eval:
             check_largest(int((source.facts or {"largest_token": 0})["largest_token"]), vocabulary)
@@ -165,21 +184,25 @@ def _check(prepared: Prepared, vocabulary: int | None) -> None:
         raise UserError("data.eval", prepared.share, problem, remedy)
 
 
+def _row_counts(specs: list[Spec], needed: bool) -> list[int | None]:
+    return [count_rows(spec.source, spec.field) if needed and spec.trains else None for spec in specs]
+
+
 def _counts_needed(data: Data) -> bool:
-    """Sources that come up as often as they are large need no counting."""
+    """Whether row counts are needed; not if every source is mixed in proportion to its size."""
     weighted = [s for s in data.train if s.epochs is None]
     return len(weighted) > 1 and (data.temperature != 1 or len({s.weight for s in weighted}) > 1)
 
 
-def _make(
+def _build_stores(
     specs: list[Spec],
     folders: list[Path],
     tokenizer: Any,
     say: Callable[[str], None],
     early: bool,
-    tell: Tell | None,
+    progress: ProgressReport | None,
 ) -> Callable[[], bool]:
-    """Makes what is missing, here or in a process of its own; gives what tells whether somebody is still at it."""
+    """Builds missing stores, here or in a separate process; returns a function that says whether that still runs."""
     lock = cache_root() / "data" / f"{folders[0].name}.lock"
     lock.parent.mkdir(parents=True, exist_ok=True)
     _sweep(lock.parent)
@@ -190,15 +213,15 @@ def _make(
         return lambda: False
     data = specs[0].data
     workers = usable_cores() if data.workers == "auto" else int(data.workers)
-    child = None if _held(lock) else _start(specs, folders, tokenizer, workers, lock)
+    child = None if _is_locked(lock) else _start(specs, folders, tokenizer, workers, lock)
 
     def alive() -> bool:
         if child is not None:
             child.poll()  # lets go of one that has ended
-        return _held(lock)
+        return _is_locked(lock)
 
     try:
-        _follow(specs, folders, alive, early, tell)
+        _follow(specs, folders, alive, early, progress)
     except KeyboardInterrupt:
         if child is not None:
             _stop(child, lock)
@@ -207,7 +230,7 @@ def _make(
 
 
 def _stop(child: subprocess.Popen[bytes], lock: Path) -> None:
-    """Ends a process of ours that nobody waits for any more; its workers see that by themselves, and hold the lock."""
+    """Ends our tokenising process; its workers notice by themselves and hold the lock until then."""
     child.terminate()
     child.wait()
     for work in lock.parent.glob(f"*-{lock.stem}-*"):
@@ -215,20 +238,19 @@ def _stop(child: subprocess.Popen[bytes], lock: Path) -> None:
 
 
 def _sweep(folder: Path) -> None:
-    """Removes what processes that have died left of their work; what is done of a source stays, and is gone on from.
+    """Removes the temporary files of dead processes; completed chunks stay and are resumed from.
 
-    Folders of work are named by the lock that their owner holds while it is at it (the age is for one that is about to
-    take it).
+    Work folders are named by the lock that their owner holds while working (the age check is for one about to take it).
     """
     for litter in folder.glob("*-*-*"):
         kind, key, _ = litter.name.split("-", 2)
         with contextlib.suppress(OSError):  # somebody else sweeps too
             old = time.time() - litter.stat().st_mtime >= LITTER
-            if kind in ("tokenise", "refine") and litter.is_dir() and old and not _held(folder / f"{key}.lock"):
+            if kind in ("tokenise", "refine") and litter.is_dir() and old and not _is_locked(folder / f"{key}.lock"):
                 shutil.rmtree(litter, ignore_errors=True)
 
 
-def _held(lock: Path) -> bool:
+def _is_locked(lock: Path) -> bool:
     try:
         with FileLock(lock, timeout=0):
             return False
@@ -237,7 +259,7 @@ def _held(lock: Path) -> bool:
 
 
 def _start(specs: list[Spec], folders: list[Path], tokenizer: Any, workers: int, lock: Path) -> subprocess.Popen[bytes]:
-    """A process of its own; returns once it, or another that was faster, holds the lock."""
+    """Starts the tokenising process; returns once it, or another that was faster, holds the lock."""
     work = Path(tempfile.mkdtemp(prefix=f"tokenise-{lock.stem}-", dir=lock.parent))
     tokenizer.save_pretrained(work / "tokenizer")
     plan = work / "plan.json"
@@ -251,7 +273,7 @@ def _start(specs: list[Spec], folders: list[Path], tokenizer: Any, workers: int,
         [sys.executable, "-m", "shardwise.data.tokenise", str(plan)], stdout=log, stderr=log, env=env
     )
     try:
-        while not _held(lock) and child.poll() is None:
+        while not _is_locked(lock) and child.poll() is None:
             time.sleep(0.05)
     except KeyboardInterrupt:
         _stop(child, lock)
@@ -262,31 +284,37 @@ def _start(specs: list[Spec], folders: list[Path], tokenizer: Any, workers: int,
     return child
 
 
-def _follow(specs: list[Spec], folders: list[Path], alive: Callable[[], bool], early: bool, tell: Tell | None) -> None:
-    """Tells of the progress until all is there, or, if `early`, until a run can begin."""
+def _follow(
+    specs: list[Spec], folders: list[Path], alive: Callable[[], bool], early: bool, progress: ProgressReport | None
+) -> None:
+    """Reports progress until everything is tokenised or, if `early`, until training can start."""
     window = specs[0].data.packing_window
     for source, (spec, folder) in enumerate(zip(specs, folders, strict=True)):
         # Counting reads the source through: only for those who want to know how much is left.
-        total, done, number = count_rows(spec.source, spec.field) if tell else None, Summary(), 0
+        total = count_rows(spec.source, spec.field) if progress else None
+        done = Summary()
+        number = 0
         store = TokenStore(folder / "train", alive)
         while not (early and done.documents >= window and spec.trains):
-            told = time.monotonic()
-            while (there := store.ready(number)) is None:
+            reported = time.monotonic()
+            while (ready := store.ready(number)) is None:
                 time.sleep(POLL)
-                if tell and time.monotonic() - told >= BEAT:  # one row may take long
-                    tell(source, done.rows, total, done.tokens)
-                    told = time.monotonic()
-            if not there:
+                if progress and time.monotonic() - reported >= BEAT:  # one row may take long
+                    progress(source, done.rows, total, done.tokens)
+                    reported = time.monotonic()
+            if not ready:
                 break
             done.add(read_summary(folder, number)[0])
-            if tell:
-                tell(source, done.rows, total, done.tokens)
+            if progress:
+                progress(source, done.rows, total, done.tokens)
             number += 1
 
 
 def _key(spec: Spec, digest: str, shape: str, everything: str) -> str:
-    """Names a source's folder: the files and their names, the settings that shape tokens, the tokenizer."""
-    data, source, refine = spec.data, spec.source, spec.data.refine
+    """Cache key of a source: file contents and names, settings that affect tokens, and the tokenizer."""
+    data = spec.data
+    source = spec.source
+    refine = spec.data.refine
     settings: list[Any] = [FORMAT, digest, shape, spec.share, data.sequence_length, data.loss_on, data.over_length]
     settings += [data.on_bad_row, source.format, source.fields, source.split, source.subset, refine.model_dump()]
     settings += [spec.seed, spec.index] if spec.share else []
@@ -300,7 +328,7 @@ def _key(spec: Spec, digest: str, shape: str, everything: str) -> str:
 def _fingerprint(
     digests: list[str], shape: str, data: Data, seed: int, share: float, purpose: str, labels: tuple[str, ...]
 ) -> str:
-    """What decides the order of the training sequences: a place in them means nothing if this differs."""
+    """Fingerprint of the order of training sequences: a position is valid only under the same one."""
     sources = [
         [digest, s.format, s.fields, s.split, s.subset, s.weight, s.epochs]
         for digest, s in zip(digests, data.train, strict=True)

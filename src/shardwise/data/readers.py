@@ -1,8 +1,8 @@
-"""One reader per format: a row and the columns that bear its names → an example, or a Misfit.
+"""One reader per format, from a row and its column mapping to an example; raises Misfit.
 
-[Note: prompts] Strings under prompt and completion are joined as they stand, without a chat template: whether they are
-turns of a dialogue or the two halves of a document cannot be seen. Message lists there are a chat whose prompt is not
-learned. `format: alpaca` with `fields` makes chat turns of strings.
+[Note: prompts] Strings under prompt and completion are concatenated without a chat template: whether they are turns of
+a dialogue or two halves of a document cannot be seen. Message lists there are a chat whose prompt is not trained on.
+`format: alpaca` with `fields` makes chat turns of strings.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from shardwise.data.containers import called
+from shardwise.data.containers import type_name
 from shardwise.data.examples import Example, Message, Raw
 from shardwise.data.labels import label_name
-from shardwise.data.messages import Misfit, absent, from_json, read_messages, read_tools, whole
+from shardwise.data.messages import Misfit, absent, checked_text, from_json, read_messages, read_tools
 
 Columns = dict[str, str]
 
 
 def look_up(value: Any, path: str) -> Any:
-    """What a row has under a column, or under a.b.0 within nested values; None if there is nothing."""
+    """Value of a row under a column, or under a nested path a.b.0; None if there is none."""
     if path in value:
         return value[path]
     if "." not in path:
@@ -36,7 +36,7 @@ def look_up(value: Any, path: str) -> Any:
 
 
 def has_messages(value: Any, role_key: str) -> bool:
-    """Whether this is a list of messages, or one as a JSON string."""
+    """Whether a value is a list of messages, or one as a JSON string."""
     if isinstance(value, str) and value.lstrip()[:1] == "[" and f'"{role_key}"' in value[:2000]:
         return True
     return isinstance(value, list) and bool(value) and isinstance(value[0], dict) and role_key in value[0]
@@ -49,12 +49,12 @@ def _get(raw: Raw, columns: Columns, name: str, usual: str | None = None) -> Any
 def _string(raw: Raw, columns: Columns, name: str, fmt: str) -> str:
     value = _get(raw, columns, name)
     if isinstance(value, str):
-        return whole(value)
+        return checked_text(value)
     column = columns.get(name, name)
     keys = ", ".join(sorted(map(str, raw.value))[:8]) or "none"
-    found = f"its keys: {keys}" if absent(value) else f"it is {called(value)}"
+    problem = f"its keys: {keys}" if absent(value) else f"it is {type_name(value)}"
     remedy = f'give each row a text under "{column}", or say with fields which column is the {name}'
-    raise Misfit(f'the row has no string under "{column}" ({found}), which {fmt} needs', remedy)
+    raise Misfit(f'the row has no string under "{column}" ({problem}), which {fmt} needs', remedy)
 
 
 def _optional(raw: Raw, columns: Columns, name: str) -> str:
@@ -62,8 +62,8 @@ def _optional(raw: Raw, columns: Columns, name: str) -> str:
     if absent(value):
         return ""
     if not isinstance(value, str):
-        raise Misfit(f'"{columns[name]}" must be a string, it is {called(value)}', "mend or delete the row")
-    return whole(value)
+        raise Misfit(f'"{columns[name]}" must be a string, it is {type_name(value)}', "mend or delete the row")
+    return checked_text(value)
 
 
 def _with_system(raw: Raw, columns: Columns, messages: tuple[Message, ...]) -> tuple[Message, ...]:
@@ -78,12 +78,13 @@ def _with_system(raw: Raw, columns: Columns, messages: tuple[Message, ...]) -> t
 
 
 def _chat(raw: Raw, columns: Columns, name: str = "messages", keys: tuple[str, str] = ("role", "content")) -> Example:
-    value, column = raw.value, columns.get(name, name)
-    found = value[column] if column in value else look_up(value, column)
-    if found is None and columns.get(name) not in value:
+    value = raw.value
+    column = columns.get(name, name)
+    content = value[column] if column in value else look_up(value, column)
+    if content is None and columns.get(name) not in value:
         listed = ", ".join(sorted(map(str, value))[:8]) or "none"
         raise Misfit(f'the row has no "{column}" (its keys: {listed})', "mend or delete the row")
-    messages, weights = read_messages(found, column, columns.get(keys[0], keys[0]), columns.get(keys[1], keys[1]))
+    messages, weights = read_messages(content, column, columns.get(keys[0], keys[0]), columns.get(keys[1], keys[1]))
     if "system" in columns:
         before = len(messages)
         messages = _with_system(raw, columns, messages)
@@ -116,20 +117,20 @@ def _alpaca(raw: Raw, columns: Columns) -> Example:
         for pair in history:
             if not isinstance(pair, list) or len(pair) != 2 or not all(isinstance(p, str) for p in pair):
                 raise Misfit('"history" must hold pairs of a question and an answer', "write [[question, answer], …]")
-            turns += [{"role": r, "content": whole(p)} for r, p in zip(("user", "assistant"), pair, strict=True)]
+            turns += [{"role": r, "content": checked_text(p)} for r, p in zip(("user", "assistant"), pair, strict=True)]
     turns += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
     return Example(raw.where, raw.number, "chat", _with_system(raw, columns, tuple(turns)))
 
 
-def _as_messages(value: Any, role: str, what: str) -> tuple[Message, ...]:
-    """A string as one message of this role, or a list of messages."""
+def _as_messages(value: Any, role: str, column: str) -> tuple[Message, ...]:
+    """Messages from a list, or from a string as one message of this role."""
     if isinstance(value, str) and not has_messages(value, "role"):
-        return ({"role": role, "content": whole(value)},)
+        return ({"role": role, "content": checked_text(value)},)
     if isinstance(value, dict):
         value = [value]
     if not isinstance(value, (str, list)):
-        raise Misfit(f'"{what}" must be a string or a list of messages', "mend or delete the row")
-    return read_messages(value, what)[0]
+        raise Misfit(f'"{column}" must be a string or a list of messages', "mend or delete the row")
+    return read_messages(value, column)[0]
 
 
 def _prompt(raw: Raw, columns: Columns) -> Example:
@@ -147,15 +148,16 @@ def _prompt(raw: Raw, columns: Columns) -> Example:
                 raise Misfit(problem, "use format: alpaca, message lists, or rows without it")
         answer = _string(raw, columns, "completion", "prompt–completion")
         return Example(raw.where, raw.number, "pair", prompt=text, text=answer)
-    asked = _with_system(raw, columns, _as_messages(prompt, "user", columns.get("prompt", "prompt")))
+    history = _with_system(raw, columns, _as_messages(prompt, "user", columns.get("prompt", "prompt")))
     answered = _as_messages(completion, "assistant", columns.get("completion", "completion"))
     tools = read_tools(_get(raw, columns, "tools")) if "tools" in columns else ()
-    weights = (*(0 for _ in asked), *(None for _ in answered))
-    return Example(raw.where, raw.number, "chat", (*asked, *answered), tools, weights)
+    weights = (*(0 for _ in history), *(None for _ in answered))
+    return Example(raw.where, raw.number, "chat", (*history, *answered), tools, weights)
 
 
 def _pair(raw: Raw, columns: Columns) -> Example:
-    prompt, text = _string(raw, columns, "source", "a pair"), _string(raw, columns, "target", "a pair")
+    prompt = _string(raw, columns, "source", "a pair")
+    text = _string(raw, columns, "target", "a pair")
     return Example(raw.where, raw.number, "pair", prompt=prompt, text=text)
 
 
@@ -171,7 +173,8 @@ def _segments(raw: Raw, columns: Columns) -> Example:
     if not isinstance(value, list) or not value:
         problem = f'"{columns.get("segments", "segments")}" must be a list with at least one segment'
         raise Misfit(problem, 'write [{"text": "…", "label": false}, {"text": "…", "label": true}]')
-    key, flags = columns.get("text", "text"), (columns["label"],) if "label" in columns else _LEARN
+    key = columns.get("text", "text")
+    flags = (columns["label"],) if "label" in columns else _LEARN
     segments = []
     for index, segment in enumerate(value):
         place = f"segment {index + 1}"
@@ -181,7 +184,7 @@ def _segments(raw: Raw, columns: Columns) -> Example:
         if (flag := flag_of(learned)) is None:
             problem = f"whether a segment is learned must be true or false, this is {learned!r:.40}"
             raise Misfit(problem, f'add "{flags[0]}": true or false', place)
-        segments.append((whole(segment[key]), flag))
+        segments.append((checked_text(segment[key]), flag))
     return Example(raw.where, raw.number, "segments", segments=tuple(segments))
 
 
@@ -189,7 +192,7 @@ _FLAGS = {True: True, False: False, "true": True, "false": False, "True": True, 
 
 
 def flag_of(value: Any) -> bool | None:
-    """True or false, as JSON, CSV or a 0/1 column has it; None if it is neither."""
+    """Boolean from JSON, CSV or a 0/1 column; None if it is neither true nor false."""
     return _FLAGS.get(value) if isinstance(value, (bool, int, float, str)) else None
 
 
@@ -243,10 +246,10 @@ def _preference(raw: Raw, columns: Columns) -> Example:
             value = _transcript(value)
         answers.append(_as_messages(value, "assistant", columns.get(name, name)))
     chosen, rejected = answers
-    asked: tuple[Message, ...] = () if absent(prompt) else _as_messages(prompt, "user", columns["prompt"])
-    if asked and all(a[: len(asked)] == asked for a in answers):
-        chosen, rejected = chosen[len(asked) :], rejected[len(asked) :]
-    elif not asked or any(a[0]["role"] != "assistant" for a in answers):
+    history: tuple[Message, ...] = () if absent(prompt) else _as_messages(prompt, "user", columns["prompt"])
+    if history and all(a[: len(history)] == history for a in answers):
+        chosen, rejected = chosen[len(history) :], rejected[len(history) :]
+    elif not history or any(a[0]["role"] != "assistant" for a in answers):
         shared = _shared(chosen, rejected)
         if not shared:
             remedy = "add a prompt, or let both begin with the same messages"
@@ -255,18 +258,20 @@ def _preference(raw: Raw, columns: Columns) -> Example:
         if isinstance(prompt, str) and not any(prompt.strip() == str(m["content"]).strip() for m in shared):
             problem = "the prompt is not in the messages with which chosen and rejected begin"
             raise Misfit(problem, "keep the prompt or the messages")
-        asked, chosen, rejected = shared, chosen[len(shared) :], rejected[len(shared) :]
+        history = shared
+        chosen = chosen[len(shared) :]
+        rejected = rejected[len(shared) :]
     _check_answers(chosen, rejected)
     tools = read_tools(_get(raw, columns, "tools")) if "tools" in columns else ()
-    asked = _with_system(raw, columns, asked)
-    return Example(raw.where, raw.number, "preference", asked, tools, chosen=chosen, rejected=rejected)
+    history = _with_system(raw, columns, history)
+    return Example(raw.where, raw.number, "preference", history, tools, chosen=chosen, rejected=rejected)
 
 
 def _transcript(text: str) -> list[Message]:
     parts = _SPEAKERS.split(text)
     roles = {"Human": "user", "Assistant": "assistant"}
     turns = zip(parts[1::2], parts[2::2], strict=True)
-    return [{"role": roles[who], "content": said.strip()} for who, said in turns]
+    return [{"role": roles[speaker], "content": words.strip()} for speaker, words in turns]
 
 
 def _shared(first: tuple[Message, ...], second: tuple[Message, ...]) -> tuple[Message, ...]:
@@ -290,22 +295,24 @@ def _kto(raw: Raw, columns: Columns) -> Example:
     if (flag := flag_of(label)) is None:
         raise Misfit(f"label must be true or false, this is {label!r:.40}", "mend or delete the row")
     prompt, completion = _get(raw, columns, "prompt"), _get(raw, columns, "completion")
-    asked = _with_system(raw, columns, _as_messages(prompt, "user", columns.get("prompt", "prompt")))
+    history = _with_system(raw, columns, _as_messages(prompt, "user", columns.get("prompt", "prompt")))
     answer = _as_messages(completion, "assistant", columns.get("completion", "completion"))
     if answer[0]["role"] != "assistant":
         raise Misfit("the completion must be the assistant's", "mend or delete the row")
     tools = read_tools(_get(raw, columns, "tools")) if "tools" in columns else ()
-    return Example(raw.where, raw.number, "kto", asked, tools, chosen=answer, label=flag)
+    return Example(raw.where, raw.number, "kto", history, tools, chosen=answer, label=flag)
 
 
 def _label(raw: Raw, columns: Columns) -> Example:
-    text, second = _string(raw, columns, "text", "a label row"), _optional(raw, columns, "second")
-    value, column = _get(raw, columns, "label"), columns.get("label", "label")
+    text = _string(raw, columns, "text", "a label row")
+    second = _optional(raw, columns, "second")
+    value = _get(raw, columns, "label")
+    column = columns.get("label", "label")
     if (name := label_name(value)) is None:
-        found = "it has none" if absent(value) or value == "" else f"this is {value!r:.40}"
-        problem = f'"{column}" must be a word, a whole number or true/false: {found}'
+        reason = "it has none" if absent(value) or value == "" else f"this is {value!r:.40}"
+        problem = f'"{column}" must be a word, a whole number or true/false: {reason}'
         raise Misfit(problem, "mend or delete the row")
-    return Example(raw.where, raw.number, "label", text=text, second=second, category=whole(name))
+    return Example(raw.where, raw.number, "label", text=text, second=second, category=checked_text(name))
 
 
 READERS: dict[str, Callable[[Raw, Columns], Example]] = {

@@ -1,9 +1,8 @@
-"""What is left out of the training rows, and why (`data.refine`).
+"""Filtering of training rows (`data.refine`).
 
-In the order in which it is decided: the filter and passages of the eval sources, row by row in the workers
-(`RowRules`); repeats, in a pass over the rows that are left (`row_keys` in the workers, `DuplicateFinder` in the
-parent, see duplicates.py); the length in tokens, once a row is rendered (`length_fate`). A row that goes for one
-reason is not the first occurrence of anything.
+In the order of evaluation: the filter and decontamination, row by row in the workers (`RowRules`); duplicates, in a
+pass over the remaining rows (`row_keys` in the workers, `DuplicateFinder` in the parent, see duplicates.py); the length
+in tokens, once a row is rendered (`length_fate`). A row dropped for one reason does not count as a first occurrence.
 """
 
 from __future__ import annotations
@@ -20,14 +19,14 @@ __all__ = ["DuplicateFinder", "EvalNgrams", "Removal", "Removals", "RowKeys", "R
 
 
 class RowRules:
-    """What can be said of a row by itself; goes to the workers."""
+    """Rules that judge each row by itself; evaluated in the workers."""
 
     def __init__(self, refine: Refine, passages: EvalNgrams | None = None) -> None:
         self.filter = None if refine.filter is None else Expression(refine.filter)
         self.passages = passages
 
     def judge(self, rows: Sequence[tuple[Raw, Example]]) -> list[Removal | BadRow | None]:
-        """For each row None if it stays, why it goes, or why it cannot be told."""
+        """For each row: None to keep it, a Removal to drop it, or a BadRow if the rules cannot be evaluated."""
         fates: list[Removal | BadRow | None] = [self._filtered(raw, example) for raw, example in rows]
         if self.passages is not None:
             for index, reason in enumerate(self.passages.hits([example for _, example in rows])):
@@ -45,7 +44,7 @@ class RowRules:
 
 
 def length_fate(document: Document, refine: Refine) -> Removal | None:
-    """Whether a rendered row is too short or too long."""
+    """Removal for a rendered row that is too short or too long; None otherwise."""
     length = len(document.tokens)
     if length < refine.min_tokens:
         return Removal("too short", f"{length} tokens, data.refine.min_tokens is {refine.min_tokens}")

@@ -1,11 +1,11 @@
-"""Turns examples into tokens and a mask of those to learn.
+"""Renders examples to tokens and loss masks.
 
-Each example becomes one text and the places in it that are learned; texts are tokenised in batches and the places
-become tokens through the tokenizer's own offsets. Which places a conversation has is found in template.py.
+Each example becomes one text and the spans in it that are trained on; texts are tokenised in batches and spans are
+mapped to tokens through the tokenizer's offsets. The spans of a conversation are determined in template.py.
 
 [Note: boundaries] A token belongs to the part it begins in. One that begins in a prompt and reaches into the answer is
-not trained on: the prompt that a model is asked with ends otherwise. Nor is one that begins in an answer and reaches
-into the words of the next turn. An end of turn that takes the newline behind it along (Phi-3's do) is trained on.
+not trained on: the prompt at inference ends differently. Nor is one that begins in an answer and reaches into the words
+of the next turn. An end of turn that includes the newline behind it (as in Phi-3) is trained on.
 
 [Note: begin and end] A chat template writes its own BOS, so none is added to what it renders. Everything else gets the
 BOS that the tokenizer adds by itself, and an EOS; neither is doubled where the text has it. Plain text, segments and
@@ -42,7 +42,7 @@ BATCH = 256  # examples that are rendered in one call
 
 @dataclass(frozen=True)
 class _RenderPlan:
-    """A text and the places in it to learn; `plain` ones get BOS and EOS, the latter learned if `ends`."""
+    """A text and its spans to train on; `plain` ones get BOS and EOS, the latter trained on if `ends`."""
 
     text: str
     spans: list[Span]
@@ -52,7 +52,7 @@ class _RenderPlan:
 
 
 class Renderer:
-    """Makes documents of examples with one tokenizer."""
+    """Renders examples to documents with one tokenizer."""
 
     def __init__(
         self,
@@ -67,27 +67,30 @@ class Renderer:
             problem = "has no fast version (tokenizer.json), which exact loss masks need"
             remedy = "convert it with transformers, or use the tokenizer of a sibling model"
             raise UserError("model.tokenizer", type(tokenizer).__name__, problem, remedy)
-        self.tokenizer, self.loss_on, self.field, self.purpose = tokenizer, loss_on, field, purpose
+        self.tokenizer = tokenizer
+        self.loss_on = loss_on
+        self.field = field
+        self.purpose = purpose
         bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
         self.first = [bos] if bos is not None and tokenizer("a")["input_ids"][:1] == [bos] else []
         self.last = [eos] if eos is not None else []
         self.template = ChatTemplate(tokenizer, stops)
-        self.encoder = Encoder(_inner(tokenizer))
+        self.encoder = Encoder(_backend_tokenizer(tokenizer))
         self.rows = RowRenderer(tokenizer, field, purpose, labels) if purpose in ROW_PURPOSES else None
 
     def render(self, examples: Sequence[Example]) -> Iterator[Document | BadRow]:
-        """A document for each example, or why there is none, in order."""
+        """Yields for each example, in order, its document or the BadRow that says why there is none."""
         for at in range(0, len(examples), BATCH):
             batch = examples[at : at + BATCH]
             if self.rows is not None:
                 yield from self.rows.render(batch)
             elif self.purpose in ("preference", "kto"):
-                yield from map(self._judged, batch)
+                yield from map(self._preference_document, batch)
             else:
                 yield from self._documents(batch, self._plans(batch))
 
     def render_preference(self, example: Example) -> tuple[Document, Document]:
-        """The chosen and the rejected conversation; only the answers are learned, their prompt is the same tokens."""
+        """Returns the chosen and the rejected conversation; only the answers have a loss, prompts are equal."""
         chosen, rejected = self._answers(example, (example.chosen, example.rejected))
         prompts = [d.tokens[: np.argmax(d.learned)] for d in (chosen, rejected)]
         if not np.array_equal(prompts[0], prompts[1]):
@@ -96,12 +99,12 @@ class Renderer:
         return chosen, rejected
 
     def render_kto(self, example: Example) -> Document:
-        """The conversation whose answer is wanted or not (`example.label`); only the answer is learned."""
+        """Returns the conversation of a KTO example; only the answer has a loss."""
         (document,) = self._answers(example, (example.chosen,))
         return document
 
-    def _judged(self, example: Example) -> Document | BadRow:
-        """Both conversations one after the other, or the one that is wanted or not; see the table in layout.py."""
+    def _preference_document(self, example: Example) -> Document | BadRow:
+        """Document of a preference or KTO example; see the table in layout.py."""
         try:
             if self.purpose == "kto":
                 return replace(self.render_kto(example), head=int(bool(example.label)))
@@ -131,13 +134,13 @@ class Renderer:
     # --- text and places -------------------------------------------------------------------------------------------
 
     def _plans(self, examples: Sequence[Example]) -> list[_RenderPlan | BadRow | None]:
-        """None for examples that are tokens already."""
+        """Render plan of each example; None for examples that are already tokens."""
         chats = [e for e in examples if e.kind == "chat" and not e.tools]
-        whole = dict(zip(map(id, chats), self.template.render_many([e.messages for e in chats]), strict=True))
+        rendered = dict(zip(map(id, chats), self.template.render_many([e.messages for e in chats]), strict=True))
         plans: list[_RenderPlan | BadRow | None] = []
         for example in examples:
             try:
-                plans.append(self._plan(example, whole.get(id(example))))
+                plans.append(self._plan(example, rendered.get(id(example))))
             except RowFault as fault:
                 where = example.where if fault.message is None else f"{example.where} message {fault.message + 1}"
                 plans.append(BadRow(where, example.number, fault.problem, fault.remedy))
@@ -155,7 +158,8 @@ class Renderer:
             case "segments":
                 return _segments(example.segments)
             case "pair":
-                text, begin = example.prompt + example.text, 0 if self.loss_on == "all" else len(example.prompt)
+                text = example.prompt + example.text
+                begin = 0 if self.loss_on == "all" else len(example.prompt)
                 empty = () if example.text.strip() else (EMPTY_ANSWER,)
                 return _RenderPlan(text, [(begin, len(text))], plain=True, ends=True, remarks=empty)
             case "tokens":
@@ -167,7 +171,8 @@ class Renderer:
         self.template.check_spelling(example.messages, example.tools)
         if isinstance(rendered, RowFault):
             raise rendered
-        messages, tools = example.messages, example.tools
+        messages = example.messages
+        tools = example.tools
         text = self.template.render(messages, tools) if rendered is None else rendered
         weights = example.weights or (None,) * len(messages)
         unwritten = self.template.unwritten(text, messages, tools)
@@ -175,20 +180,20 @@ class Renderer:
         if self.loss_on == "all":
             left_out = tuple(i for i, w in enumerate(weights) if w == 0)
             spans = self.template.mask(text, messages, left_out, tools).spans if left_out else []
-            return _RenderPlan(text, _rest(spans, len(text)), remarks=remarks)
+            return _RenderPlan(text, _complement(spans, len(text)), remarks=remarks)
         answers = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
         if not answers and 1 not in weights:
             problem = "the conversation has no assistant message, so nothing would be learned"
             raise RowFault(problem, "add one, delete the row, or use data.loss_on: all")
         default = answers if self.loss_on == "assistant" else answers[-1:]
-        wanted = tuple(i for i, w in enumerate(weights) if (i in default if w is None else w))
-        if any(not messages[i]["content"].strip() and _silent(messages[i], unwritten) for i in wanted):
+        trained = tuple(i for i, w in enumerate(weights) if (i in default if w is None else w))
+        if any(not messages[i]["content"].strip() and _has_no_output(messages[i], unwritten) for i in trained):
             remarks = (*remarks, EMPTY_ANSWER)
-        if any(thought not in text for i in wanted for thought in _thoughts(messages[i], unwritten)):
+        if any(thought not in text for i in trained for thought in _reasoning_texts(messages[i], unwritten)):
             remarks = (*remarks, THOUGHTS_DROPPED)
-        if not wanted:
+        if not trained:
             return _RenderPlan(text, [], remarks=remarks)
-        mask = self.template.mask(text, messages, wanted, tools)
+        mask = self.template.mask(text, messages, trained, tools)
         return _RenderPlan(mask.text, mask.spans, remarks=(*remarks, *mask.notes))
 
     # --- tokens ----------------------------------------------------------------------------------------------------
@@ -206,7 +211,8 @@ class Renderer:
                 yield self._document(example, plan, next(encodings))
 
     def _document(self, example: Example, plan: _RenderPlan, encoded: Encoded | Joined) -> Document | BadRow:
-        ids, remarks = encoded.ids, plan.remarks
+        ids = encoded.ids
+        remarks = plan.remarks
         learned = np.zeros(len(ids), dtype=bool)
         for begin, end in plan.spans:  # tokens that begin within them
             (start, reach), (stop, beyond) = encoded.edge(begin), encoded.edge(end)
@@ -225,7 +231,9 @@ class Renderer:
                 if example.prompt[-1:].isspace():
                     remedy = "take the blank from the end of the prompt to the beginning of the answer"
                 return BadRow(example.where, example.number, problem, remedy)
-            remarks += tuple(dict.fromkeys(r for begin, _ in plan.spans for r in _joined(plan.text, begin, encoded)))
+            remarks += tuple(
+                dict.fromkeys(r for begin, _ in plan.spans for r in _boundary_remarks(plan.text, begin, encoded))
+            )
             first = [] if ids[:1].tolist() == self.first else self.first
             last = [] if ids[-1:].tolist() == self.last else self.last
             ids = np.concatenate([first, ids, last]).astype(np.int32)
@@ -234,7 +242,8 @@ class Renderer:
         return Document(example.where, example.number, ids, learned, remarks=remarks)
 
     def _tokens(self, example: Example) -> Document | BadRow:
-        count, problem = len(self.tokenizer), ""
+        count = len(self.tokenizer)
+        problem = ""
         wrong = next((t for t in example.tokens if not 0 <= t < count), None)
         if wrong is not None:
             problem = f"has token {wrong}, the tokenizer knows 0 to {count - 1}"
@@ -249,7 +258,7 @@ class Renderer:
 
 
 def _segments(segments: Sequence[tuple[str, bool]]) -> _RenderPlan:
-    """Segments joined as they stand; learned ones that touch are one place."""
+    """Plan for concatenated segments; adjacent ones that are trained on become one span."""
     spans: list[Span] = []
     at = 0
     for text, learned in segments:
@@ -262,13 +271,13 @@ def _segments(segments: Sequence[tuple[str, bool]]) -> _RenderPlan:
     )
 
 
-def _silent(message: Message, unwritten: Sequence[str]) -> bool:
-    """Whether a message without content says nothing by its other fields either."""
+def _has_no_output(message: Message, unwritten: Sequence[str]) -> bool:
+    """Whether a message without content has no other field that the template writes either."""
     return not any(message.get(key) for key in SAYING if key not in unwritten)
 
 
-def _thoughts(message: Message, unwritten: Sequence[str]) -> Iterator[str]:
-    """What a message thinks, in its content or in fields that are written for some messages at least."""
+def _reasoning_texts(message: Message, unwritten: Sequence[str]) -> Iterator[str]:
+    """Yields the reasoning text of a message, from its content or from fields that the template writes."""
     before, tag, _ = str(message["content"]).partition("</think>")
     if tag:
         yield before.removeprefix("<think>").strip()
@@ -277,8 +286,8 @@ def _thoughts(message: Message, unwritten: Sequence[str]) -> Iterator[str]:
         yield from (field.strip() for field in fields if isinstance(field, str))
 
 
-def _joined(text: str, begin: int, encoded: Encoded | Joined) -> Iterator[str]:
-    """What is odd about the place where what is learned begins: see [Note: boundaries]."""
+def _boundary_remarks(text: str, begin: int, encoded: Encoded | Joined) -> Iterator[str]:
+    """Yields warnings about the boundary where the loss begins: see [Note: boundaries]."""
     if not 0 < begin < len(text):
         return
     if text[begin : encoded.reaches(begin)].strip():
@@ -287,14 +296,14 @@ def _joined(text: str, begin: int, encoded: Encoded | Joined) -> Iterator[str]:
         yield RUN_TOGETHER
 
 
-def _rest(spans: list[Span], length: int) -> list[Span]:
-    """What lies between spans."""
+def _complement(spans: list[Span], length: int) -> list[Span]:
+    """The gaps between spans."""
     edges = [0, *(min(edge, length) for span in sorted(spans) for edge in span), length]
     return [(a, b) for a, b in zip(edges[::2], edges[1::2], strict=True) if a < b]
 
 
-def _inner(tokenizer: Any) -> Any:
-    """The tokenizer's inner part, with the offsets of whole tokens.
+def _backend_tokenizer(tokenizer: Any) -> Any:
+    """The backend tokenizer, with untrimmed offsets.
 
     Byte-level tokenizers may trim blanks from offsets. A token that has the blank at the end of a prompt would then
     seem to begin with the answer, so we take a copy that does not trim: all that its last stage does besides is to add
@@ -317,7 +326,7 @@ def _blank_first(token: str) -> bool:
 
 
 def check_template(tokenizer: Any, field: str, stops: Sequence[str] = ()) -> None:
-    """Chat data needs a template under which answers can be found and end; say so before any row is read."""
+    """Raises UserError, before any row is read, if the chat template hides where answers are or end."""
     if not tokenizer.chat_template:
         problem = "the data are conversations, but the tokenizer has no chat template"
         remedy = "train an instruct model, set model.tokenizer to one that has a template, or use rows with text"

@@ -1,11 +1,11 @@
-"""Rows as documents for models that read them one at a time: encoder–decoders, masked models, classifiers.
+"""Renders rows to documents for models that read one row at a time: encoder–decoders, masked models, classifiers.
 
-Each text gets the special tokens that its tokenizer adds by itself. What a document holds is told in layout.py.
+Each text gets the special tokens that its tokenizer adds by itself. The contents of a document are listed in layout.py.
 
 [Note: lengths] `data.sequence_length` bounds what one stack of the model reads: source and target each, or the text. A
-text that is to be masked is split where it is too long, each piece with the special tokens of its own. A source or a
-classified text that is cut short (`over_length: truncate`) keeps the special tokens at its end; a target that is cut
-short has no end, so that the model does not learn to stop there.
+text to be masked is split if it is too long, each piece with its own special tokens. A source or a classified text that
+is truncated (`over_length: truncate`) keeps the special tokens at its end; a truncated target has no end, so that the
+model does not learn to stop there.
 """
 
 from __future__ import annotations
@@ -28,15 +28,17 @@ ROW_PURPOSES: tuple[Purpose, ...] = ("seq2seq", "masked", "classify")
 
 
 class RowRenderer:
-    """Makes documents of examples with one tokenizer, for one of ROW_PURPOSES."""
+    """Renders examples to documents with one tokenizer, for one of ROW_PURPOSES."""
 
     def __init__(self, tokenizer: Any, field: str, purpose: Purpose, labels: Sequence[str]) -> None:
-        self.tokenizer, self.field, self.labels = tokenizer, field, labels
+        self.tokenizer = tokenizer
+        self.field = field
+        self.labels = labels
         self.special = special_ids(tokenizer)
-        ways: dict[Purpose, Callable[[Sequence[Example]], Iterator[Document | BadRow]]] = {
+        renderers: dict[Purpose, Callable[[Sequence[Example]], Iterator[Document | BadRow]]] = {
             "seq2seq": self._pairs, "masked": self._texts, "classify": self._labelled,
         }  # fmt: skip
-        self.render = ways[purpose]
+        self.render = renderers[purpose]
         _check_tokens(tokenizer, purpose)
 
     def _encode(self, texts: list[str], **more: Any) -> list[np.ndarray]:
@@ -49,9 +51,9 @@ class RowRenderer:
 
     def _pairs(self, examples: Sequence[Example]) -> Iterator[Document | BadRow]:
         pairs = [self._pair(example) for example in examples]
-        good = [pair for pair in pairs if not isinstance(pair, BadRow)]
-        sources = iter(self._encode([source for source, _ in good]))
-        targets = iter(self._targets([target for _, target in good]))
+        valid = [pair for pair in pairs if not isinstance(pair, BadRow)]
+        sources = iter(self._encode([source for source, _ in valid]))
+        targets = iter(self._targets([target for _, target in valid]))
         for example, pair in zip(examples, pairs, strict=True):
             if isinstance(pair, BadRow):
                 yield pair
@@ -103,15 +105,15 @@ class RowRenderer:
             if example.kind != "label":
                 problem = f"{example.kind} rows have no class"
                 raise UserError(self.field, example.where, problem, "use rows with a text and a label, or set fields")
-        alone = iter(self._encode([e.text for e in examples if not e.second]))
+        singles = iter(self._encode([e.text for e in examples if not e.second]))
         both = [e for e in examples if e.second]
-        together = iter(self._encode([e.text for e in both], text_pair=[e.second for e in both]))
+        pairs = iter(self._encode([e.text for e in both], text_pair=[e.second for e in both]))
         for example in examples:
-            tokens = next(together if example.second else alone)
+            tokens = next(pairs if example.second else singles)
             number = class_of(example.category, self.labels)
             if number is None:
-                named = ", ".join(self.labels[:12]) + (" …" if len(self.labels) > 12 else "")
-                problem = f'its label "{example.category}" is none of the classes ({named})'
+                listed = ", ".join(self.labels[:12]) + (" …" if len(self.labels) > 12 else "")
+                problem = f'its label "{example.category}" is none of the classes ({listed})'
                 yield BadRow(example.where, example.number, problem, "mend the row, or add it to objective.labels")
             elif not len(tokens):
                 yield BadRow(example.where, example.number, "the text has no token", "give it a text, or delete it")
@@ -120,7 +122,7 @@ class RowRenderer:
 
 
 def _check_tokens(tokenizer: Any, purpose: Purpose) -> None:
-    """Refuses a tokenizer without the special token that a purpose cannot do without."""
+    """Raises UserError if the tokenizer lacks a special token that the purpose requires."""
     problem = ""
     if purpose == "seq2seq" and tokenizer.eos_token_id is None:
         problem = "has no end-of-sequence token, so the model would never learn where a target ends"
@@ -132,7 +134,7 @@ def _check_tokens(tokenizer: Any, purpose: Purpose) -> None:
 
 
 def special_ids(tokenizer: Any) -> np.ndarray:
-    """Ids of tokens that are no text."""
+    """Ids of the special tokens."""
     return np.array(sorted(set(tokenizer.all_special_ids)), dtype=np.int64)
 
 
@@ -142,13 +144,13 @@ def _document(example: Example, read: np.ndarray, learned: np.ndarray) -> Docume
 
 
 def read_and_learned(document: Document) -> tuple[np.ndarray, np.ndarray]:
-    """The two halves of a seq2seq or classify document."""
+    """Splits a seq2seq or classify document into input tokens and target tokens."""
     at = int(np.argmax(document.learned))
     return document.tokens[:at], document.tokens[at:]
 
 
 def note_of(document: Document, purpose: Purpose, labels: Sequence[str]) -> tuple[Document, str]:
-    """A document as a person can read it, and what is to be said of it."""
+    """A document in readable form, with a note about its target."""
     if purpose not in ("seq2seq", "classify"):
         return document, ""
     read, learned = read_and_learned(document)
@@ -164,7 +166,7 @@ def note_of(document: Document, purpose: Purpose, labels: Sequence[str]) -> tupl
 def fit_row(
     document: Document, spec: Spec, special: np.ndarray, fates: RowOutcomes, refused: list[Document]
 ) -> list[Document]:
-    """The document as it fits, as data.over_length says ([Note: lengths])."""
+    """The document split, truncated or dropped as data.over_length says ([Note: lengths])."""
     limit = spec.data.sequence_length
     longest = _longest_part(document, spec.purpose)
     length = len(longest.tokens)
@@ -192,16 +194,16 @@ def _longest_part(document: Document, purpose: Purpose) -> Document:
 
 
 def _pieces(document: Document, limit: int) -> list[Document]:
-    """A text in pieces of equal length, each between the special tokens that the whole is between."""
+    """Splits a text into pieces of equal length, each with the special tokens of the full text."""
     text = np.flatnonzero(document.learned)
     first, end = int(text[0]), int(text[-1]) + 1
     room = max(1, limit - first - (len(document.tokens) - end))
     count = -(-(end - first) // room)
-    found = []
+    pieces = []
     for part in np.array_split(np.arange(first, end), count):
         place = np.concatenate([np.arange(first), part, np.arange(end, len(document.tokens))])
-        found.append(Document(document.where, document.number, document.tokens[place], document.learned[place]))
-    return found
+        pieces.append(Document(document.where, document.number, document.tokens[place], document.learned[place]))
+    return pieces
 
 
 def _truncated(document: Document, purpose: Purpose, limit: int, special: np.ndarray) -> Document:
@@ -210,8 +212,8 @@ def _truncated(document: Document, purpose: Purpose, limit: int, special: np.nda
     read, learned = read_and_learned(document)
     if len(read) > limit:
         body = np.flatnonzero(~np.isin(read, special))
-        kept = min(len(read) - int(body[-1]) - 1 if len(body) else 0, limit - 1)
-        read = np.concatenate([read[: limit - kept], read[len(read) - kept :]])
+        trailing = min(len(read) - int(body[-1]) - 1 if len(body) else 0, limit - 1)
+        read = np.concatenate([read[: limit - trailing], read[len(read) - trailing :]])
     learned = learned[:limit]
     mask = np.repeat([False, True], [len(read), len(learned)])
     return Document(document.where, document.number, np.concatenate([read, learned]), mask)

@@ -1,6 +1,7 @@
-"""What is odd about rows that go in all the same: noted while they are rendered, counted per source, told in the bill.
+"""Warnings about rows that are trained on but look wrong, counted per source and shown in the data report.
 
-A fate (examples.py) says that a row does not go in as it is; a remark, that it does and may not teach what was meant.
+A fate (examples.py) means that a row was dropped or changed; a remark means that it is used but may not teach what was
+intended.
 """
 
 from __future__ import annotations
@@ -61,21 +62,21 @@ Count = tuple[int, str]  # how many, and where the first one is
 
 
 def add_remarks(counts: dict[str, Count], remarks: Iterable[tuple[str, Count]]) -> None:
-    """Adds to the counts; the first place stays."""
+    """Adds to the counts; the first location of each remark is kept."""
     for remark, (count, where) in remarks:
         before, first = counts.get(remark, (0, where))
         counts[remark] = (before + count, first)
 
 
 def explained(remarks: Mapping[str, Count], rows: int, format: str, columns: Mapping[str, str]) -> dict[str, str]:
-    """A sentence for each remark that is worth one: what was counted, what it means, what to do."""
-    found = {}
+    """A sentence for each remark worth reporting: the count, what it means, what to do."""
+    sentences = {}
     for remark, (count, where) in remarks.items():
         if remark == RUN_TOGETHER and count <= MOST_TOGETHER * rows:
             continue
         many = counted(count, "row has", "rows have")
-        found[remark] = f"{_sentence(remark, count, many, format, columns)} (the first: {where})"
-    return found
+        sentences[remark] = f"{_sentence(remark, count, many, format, columns)} (the first: {where})"
+    return sentences
 
 
 def _sentence(remark: str, count: int, many: str, format: str, columns: Mapping[str, str]) -> str:
@@ -88,12 +89,12 @@ def _sentence(remark: str, count: int, many: str, format: str, columns: Mapping[
         return f"{text} that word is not learned; take the blank from the prompt to the beginning of the answer"
     if remark == FIRST_WORD:
         text = f"{many} a prompt whose end makes one token with the first word of the answer, so that word is not"
-        return f"{text} learned; {_parted(format, columns)}"
+        return f"{text} learned; {_separation_remedy(format, columns)}"
     if remark == FIRST_WORD_CHAT:
         text = f"{many} answers whose first word makes one token with the blank at the end of the template's prompt, so"
         return f"{text} that word is not trained on; use a template whose prompt has no blank at its end"
     if remark == RUN_TOGETHER:
-        return f"{many} a prompt and an answer whose words run together; {_parted(format, columns)}"
+        return f"{many} a prompt and an answer whose words run together; {_separation_remedy(format, columns)}"
     kind, colon, marked = remark.partition(": ")
     if (unusual := UNUSUAL.get(kind + colon)) is not None:
         return unusual.format(many=many, text=marked)
@@ -105,11 +106,12 @@ def _sentence(remark: str, count: int, many: str, format: str, columns: Mapping[
     return f"{text} no token to learn and go for nothing; raise data.sequence_length to keep answers with their prompts"
 
 
-def _parted(format: str, columns: Mapping[str, str]) -> str:
-    """How a prompt and an answer that are joined as they stand are kept apart."""
-    ways = "begin the answers with a blank or a newline"
-    asked, answered = columns.get("prompt", columns.get("source")), columns.get("completion", columns.get("target"))
-    if format not in ("prompt", "pair") or not asked or not answered:
-        return ways
-    fields = f"format: alpaca with fields: {{instruction: {asked}, output: {answered}}}"
-    return f"{ways}, or make turns of the chat template of them ({fields})"
+def _separation_remedy(format: str, columns: Mapping[str, str]) -> str:
+    """Remedy for a prompt and answer that run together when concatenated."""
+    remedy = "begin the answers with a blank or a newline"
+    prompt = columns.get("prompt", columns.get("source"))
+    answer = columns.get("completion", columns.get("target"))
+    if format not in ("prompt", "pair") or not prompt or not answer:
+        return remedy
+    fields = f"format: alpaca with fields: {{instruction: {prompt}, output: {answer}}}"
+    return f"{remedy}, or make turns of the chat template of them ({fields})"

@@ -1,4 +1,4 @@
-"""Layouts of documents that are read one a row: source and target, text with masks, text with its class."""
+"""Layouts with one document per row: source and target, masked text, text with its class."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _MASKS = 4  # what this stream of random numbers is for, beside those of mixing.
 
 @dataclass(frozen=True)
 class RowBatch:
-    """Inputs of one forward, a row each: ids padded to the longest, and what is to be told of them.
+    """Inputs of one forward with one document per row: ids padded to the longest, and labels.
 
-    `labels` are a target's tokens, the tokens under masks, or a class per row; `sources` tells of which of
-    `source_count` sources each row is, None where there is but one; `units` counts labels by source, where only the
-    batch knows; `counts` as of MicroBatch.
+    `labels` are target tokens, the tokens under masks, or a class per row; `sources` is the source index of each row,
+    out of `source_count`, None if there is only one; `units` counts labels by source, where only the batch knows;
+    `counts` as in MicroBatch.
     """
 
     input_ids: torch.Tensor
@@ -37,7 +37,7 @@ class RowBatch:
     counts: bool = True
 
     def to(self, device: torch.device) -> RowBatch:
-        """The same on a device."""
+        """Copy with all tensors on `device`."""
         moved: dict[str, Any] = {
             f.name: part.to(device, non_blocking=True)
             for f in fields(self)
@@ -47,44 +47,44 @@ class RowBatch:
 
     @property
     def inputs(self) -> dict[str, torch.Tensor]:
-        """What a model's forward takes besides labels."""
-        more = {"token_type_ids": self.token_type_ids, "position_ids": self.position_ids}
-        given = {"input_ids": self.input_ids, "attention_mask": self.attention_mask}
-        return given | {name: part for name, part in more.items() if part is not None}
+        """Keyword arguments of the model's forward, without labels."""
+        optional = {"token_type_ids": self.token_type_ids, "position_ids": self.position_ids}
+        required = {"input_ids": self.input_ids, "attention_mask": self.attention_mask}
+        return required | {name: part for name, part in optional.items() if part is not None}
 
     def sources_like(self, labels: torch.Tensor) -> torch.Tensor | None:
-        """The source of each label."""
+        """Source index of each label; None if there is only one source."""
         if self.sources is None or labels.ndim == 1:
             return self.sources
         return self.sources[:, None].expand_as(labels)
 
 
 def padded(rows: Sequence[np.ndarray], value: int) -> torch.Tensor:
-    """Rows filled up to the longest."""
-    whole = np.full((len(rows), max(map(len, rows))), value, dtype=np.int64)
-    for line, row in zip(whole, rows, strict=True):
+    """Stacks rows into a matrix, padded with `value` to the longest."""
+    matrix = np.full((len(rows), max(map(len, rows))), value, dtype=np.int64)
+    for line, row in zip(matrix, rows, strict=True):
         line[: len(row)] = row
-    return torch.from_numpy(whole)
+    return torch.from_numpy(matrix)
 
 
 class _RowLayout:
-    """What layouts of rows share: one document a row."""
+    """Base class of layouts with one document per row."""
 
     def __init__(self, pad_id: int) -> None:
         self.pad_id = pad_id
 
     def units(self, documents: np.ndarray) -> np.ndarray:
-        """Learned tokens."""
+        """Number of loss tokens of each document."""
         learned: np.ndarray = documents["supervised"]
         return learned
 
     def _read(self, reader: Reader, sequences: Sequence[np.ndarray]) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Tokens of each row and which of them are learned."""
-        found = []
+        """Tokens and loss mask of each row."""
+        rows = []
         for (place,) in sequences:
             marked = reader.marked(int(place["source"]), int(place["chunk"]), int(place["index"]))
-            found.append(((marked & ~LEARNED).astype(np.int64), marked >= LEARNED))
-        return found
+            rows.append(((marked & ~LEARNED).astype(np.int64), marked >= LEARNED))
+        return rows
 
     def _batch(
         self, reader: Reader, sequences: Sequence[np.ndarray], ids: Sequence[np.ndarray], labels: torch.Tensor
@@ -97,30 +97,32 @@ class _RowLayout:
 
 
 def row_layout(objective: Any, tokenizer: Any, pad_id: int, seed: int, vocabulary: int) -> BatchLayout:
-    """The layout of an objective whose rows are read one at a time."""
+    """Returns the layout of an objective whose rows are read one at a time."""
     match objective.type:
         case "seq2seq":
             return Seq2seqLayout(pad_id)
         case "masked":
-            return MaskedLayout(pad_id, Masker.of(tokenizer, objective.share, objective.whole_words, vocabulary), seed)
+            return MaskedLayout(
+                pad_id, Masker.of(tokenizer, objective.mlm_probability, objective.whole_words, vocabulary), seed
+            )
     assert objective.type == "classify"
     return ClassifyLayout(pad_id, type_separator(tokenizer))
 
 
 class Seq2seqLayout(_RowLayout):
-    """A source a row, and its target as labels; the objective shifts them as the model does."""
+    """A source per row with its target as labels; the objective shifts them as the model does."""
 
     counted = True
 
     def collate(self, reader: Reader, sequences: Sequence[np.ndarray], epoch: int) -> RowBatch:
-        """Sources and targets, each padded to the longest."""
+        """Collates sources and targets, each padded to the longest."""
         rows = self._read(reader, sequences)
         labels = padded([tokens[learned] for tokens, learned in rows], IGNORE)
         return self._batch(reader, sequences, [tokens[~learned] for tokens, learned in rows], labels)
 
 
 class MaskedLayout(_RowLayout):
-    """A text a row, some of its tokens masked: others in each epoch, the same ones on any number of ranks."""
+    """A text per row with masked tokens: different ones in each epoch, the same on any number of ranks."""
 
     counted = False
 
@@ -129,23 +131,25 @@ class MaskedLayout(_RowLayout):
         self._masker, self._seed = masker, seed
 
     def collate(self, reader: Reader, sequences: Sequence[np.ndarray], epoch: int) -> RowBatch:
-        """Masked texts; labels are the tokens under the masks."""
-        seen, labels = [], []
+        """Collates masked texts; labels are the tokens under the masks."""
+        inputs, labels = [], []
         units = np.zeros(reader.source_count, dtype=np.int64)
-        for (place,), (tokens, may) in zip(sequences, self._read(reader, sequences), strict=True):
+        for (place,), (tokens, maskable) in zip(sequences, self._read(reader, sequences), strict=True):
             where = [int(place[name]) for name in ("source", "chunk", "index")]
             rng = np.random.default_rng([self._seed, _MASKS, epoch, *where])
-            row, chosen = self._masker(tokens, may, rng)
-            seen.append(row)
+            row, chosen = self._masker(tokens, maskable, rng)
+            inputs.append(row)
             labels.append(np.where(chosen, tokens, IGNORE))
             units[where[0]] += int(chosen.sum())
-        batch = self._batch(reader, sequences, seen, padded(labels, IGNORE))
+        batch = self._batch(reader, sequences, inputs, padded(labels, IGNORE))
         return replace(batch, units=torch.from_numpy(units))
 
 
 class ClassifyLayout(_RowLayout):
-    """A text a row and its class. `separator`: the token behind which the second of two texts begins, if models of
-    this tokenizer are told so (BERT's token types)."""
+    """A text per row with its class.
+
+    `separator`: the token after which the second of two texts begins, for models with token types (BERT).
+    """
 
     counted = True
 
@@ -154,7 +158,7 @@ class ClassifyLayout(_RowLayout):
         self._separator = separator
 
     def collate(self, reader: Reader, sequences: Sequence[np.ndarray], epoch: int) -> RowBatch:
-        """Texts, and the class of each."""
+        """Collates texts and their classes."""
         rows = [tokens for tokens, _ in self._read(reader, sequences)]
         texts = [row[:-1] for row in rows]
         batch = self._batch(reader, sequences, texts, torch.tensor([int(row[-1]) for row in rows]))
@@ -164,16 +168,17 @@ class ClassifyLayout(_RowLayout):
 
 
 def second_text(tokens: np.ndarray, separator: int) -> np.ndarray:
-    """1 for tokens of a second text, 0 for the others."""
+    """Token types: 1 for tokens of a second text, 0 for the others."""
     ends = tokens == separator
     before: np.ndarray = np.cumsum(ends) - ends
     return (before > 0).astype(np.int64)
 
 
 def type_separator(tokenizer: Any) -> int | None:
-    """The token behind which a tokenizer's token types go from 0 to 1 in a pair of texts; None if they do not."""
+    """The token after which a tokenizer's token types change from 0 to 1 in a pair; None if they do not."""
     pair = tokenizer("a", "a")
-    types, separator = pair.get("token_type_ids"), tokenizer.sep_token_id
+    types = pair.get("token_type_ids")
+    separator = tokenizer.sep_token_id
     if types is None or separator is None or "token_type_ids" not in tokenizer.model_input_names:
         return None
     same = second_text(np.array(pair["input_ids"]), separator).tolist() == list(types)

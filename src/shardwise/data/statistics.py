@@ -1,8 +1,8 @@
-"""The bill of a run's data: what each source brings, what becomes of its rows, and how full the sequences are.
+"""Statistics of a run's data: what each source contributes, the fates of its rows, and packing efficiency.
 
-Everything here is counts, so that the same bill serves the terminal, the page and other tools, and so that a source of
-any size has a small one. Lengths are a histogram over fixed edges: histograms of chunks add up, and percentiles follow
-from them to within an eighth.
+Everything here is counts, so that the same statistics serve the terminal, the page and other tools, and stay small for
+a source of any size. Lengths are a histogram over fixed edges: histograms of chunks add up, and percentiles are
+accurate to within an eighth.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ CHAT = ("chat", "sharegpt", "alpaca", "prompt", "pair", "preference", "kto")  # 
 
 
 def length_bin(length: int) -> int:
-    """The bin of LENGTH_EDGES that a length falls into."""
+    """Index of the bin of LENGTH_EDGES that contains a length."""
     return max(0, bisect_right(LENGTH_EDGES, length) - 1)
 
 
 def no_lengths() -> list[int]:
-    """An empty histogram."""
+    """Returns an empty histogram of lengths."""
     return [0] * len(LENGTH_EDGES)
 
 
 def add_lengths(histogram: list[int], lengths: np.ndarray | Sequence[int]) -> None:
-    """Counts lengths into a histogram."""
+    """Adds lengths to a histogram."""
     bins = np.searchsorted(LENGTH_EDGES, np.asarray(lengths, dtype=np.int64), side="right") - 1
     counts = np.bincount(np.maximum(bins, 0), minlength=len(LENGTH_EDGES))
     for index in np.nonzero(counts)[0]:
@@ -55,18 +55,21 @@ def bin_range(index: int) -> tuple[int, int]:
 
 
 def coarse(histogram: Sequence[int], bars: int) -> list[tuple[int, int, int]]:
-    """The histogram from its first to its last length in at most `bars` bars: smallest, largest, count."""
+    """The non-empty range of a histogram in at most `bars` bars: smallest, largest, count."""
     filled = [index for index, count in enumerate(histogram) if count]
     if not filled:
         return []
     first, last = filled[0], filled[-1]
     width = -(-(last - first + 1) // max(1, bars))
-    groups = [range(start, min(start + width, last + 1)) for start in range(first, last + 1, width)]
-    return [(bin_range(g[0])[0], bin_range(g[-1])[1], sum(histogram[i] for i in g)) for g in groups]
+    merged = []
+    for start in range(first, last + 1, width):
+        end = min(start + width, last + 1)
+        merged.append((bin_range(start)[0], bin_range(end - 1)[1], sum(histogram[start:end])))
+    return merged
 
 
 def remedy_of(fate: str, longest: int) -> str:
-    """What to do where most rows of a source have this fate."""
+    """What to do if most rows of a source have this fate."""
     repeats = "its rows repeat each other or those of a source before it: leave it out, or set data.refine.duplicates"
     longer = f"raise data.sequence_length (the longest row has {longest:,} tokens)"
     remedies = {
@@ -83,10 +86,10 @@ def remedy_of(fate: str, longest: int) -> str:
 
 @dataclass(frozen=True)
 class SourceStatistics:
-    """What became of one source.
+    """Statistics of one source.
 
-    `lengths` counts rows by their tokens before `data.over_length` is applied; `passes` is how often each row comes up
-    in one epoch of the run, `share` the part of the learned mixture that is this source's, in tokens.
+    `lengths` counts rows by their tokens before `data.over_length` is applied; `passes` is how often each row is used
+    in one epoch of the run, `share` the source's fraction of the mixture's loss tokens.
     """
 
     name: str
@@ -122,7 +125,7 @@ class SourceStatistics:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Of reading and tokenising; unknown where it took no time that was measured."""
+        """Speed of reading and tokenising; None if no time was measured."""
         return self.tokens / self.seconds if self.seconds > 0 else None
 
     @property
@@ -131,38 +134,39 @@ class SourceStatistics:
 
     @property
     def understood(self) -> str:
-        """The format and why it is taken for that."""
-        said = self.reason.startswith(self.format) or not self.reason
-        return self.reason or self.format if said else f"{self.format}: {self.reason}"
+        """The detected format and the reason."""
+        named = self.reason.startswith(self.format) or not self.reason
+        return self.reason or self.format if named else f"{self.format}: {self.reason}"
 
     @property
     def mixed_by(self) -> str:
-        """The setting that decides how often its rows come up."""
+        """The setting that decides how often the rows are used."""
         if self.epochs is not None:
             return f"epochs {self.epochs:g}"
         return f"weight {self.weight:g}" + (f", temperature {self.temperature:g}" if self.temperature != 1.0 else "")
 
     @property
     def left_out(self) -> int:
-        """Rows of which nothing goes in."""
+        """Number of rows that are not used at all."""
         return sum(count for fate, count in self.fates.items() if fate not in PARTLY)
 
     def lost(self, fates: Iterable[str]) -> int:
-        """Rows with any of these fates."""
+        """Number of rows with any of these fates."""
         return sum(self.fates.get(fate, 0) for fate in fates)
 
     def percentile(self, share: float) -> int:
-        """A length that this share of the rows does not exceed, at most an eighth above the least such one."""
-        total, seen = sum(self.lengths), 0
+        """Length that this share of the rows does not exceed, accurate to within an eighth."""
+        total = sum(self.lengths)
+        cumulative = 0
         for index, count in enumerate(self.lengths):
-            seen += count
-            if count and seen >= share * total - 1e-9:
+            cumulative += count
+            if count and cumulative >= share * total - 1e-9:
                 high = bin_range(index)[1]
                 return high if self.longest is None else min(high, self.longest)
         return 0
 
     def to_json(self) -> dict[str, Any]:
-        """For other tools: the lengths as [smallest, largest, rows], empty bins left out."""
+        """JSON form, with lengths as [smallest, largest, rows] of the non-empty bins."""
         values = asdict(self)
         values["lengths"] = [[*bin_range(index), count] for index, count in enumerate(self.lengths) if count]
         values["remarks"] = {remark: {"rows": count, "first": at} for remark, (count, at) in self.remarks.items()}
@@ -174,7 +178,7 @@ class SourceStatistics:
 
 @dataclass(frozen=True)
 class PackingStatistics:
-    """How an epoch's documents lie in sequences."""
+    """How the documents of an epoch are packed into sequences."""
 
     on: bool
     sequences: int
@@ -185,7 +189,7 @@ class PackingStatistics:
 
     @property
     def efficiency(self) -> float:
-        """The part of all positions that holds a token."""
+        """Fraction of all positions that holds a token."""
         return self.tokens / max(1, self.sequences * self.sequence_length)
 
     @property
@@ -197,7 +201,7 @@ class PackingStatistics:
         return self.documents / max(1, self.sequences)
 
     def to_json(self) -> dict[str, Any]:
-        """For other tools."""
+        """JSON form of the packing statistics."""
         values = asdict(self)
         for key in ("efficiency", "padding", "documents_per_sequence"):
             values[key] = getattr(self, key)
@@ -206,7 +210,7 @@ class PackingStatistics:
 
 @dataclass(frozen=True)
 class StepStatistics:
-    """What the run makes of an epoch's sequences: steps of a batch each, over so many epochs."""
+    """Steps of a run over its epochs' sequences."""
 
     steps: int
     epochs: float
@@ -214,13 +218,13 @@ class StepStatistics:
     words: str
 
     def to_json(self) -> dict[str, Any]:
-        """For other tools."""
+        """JSON form of the step statistics."""
         return asdict(self)
 
 
 @dataclass(frozen=True)
 class DataStatistics:
-    """The data of a run: its training sources, its evaluation sources if it has any of its own, and their packing."""
+    """Statistics of a run's training sources, its evaluation sources if any, and their packing."""
 
     train: list[SourceStatistics]
     eval: list[SourceStatistics]
@@ -241,7 +245,7 @@ class DataStatistics:
         return [*self.train, *self.eval]
 
     def to_json(self) -> dict[str, Any]:
-        """Every figure, as plain values."""
+        """JSON form of all statistics."""
         return {
             "version": VERSION,
             "tokenizer": self.tokenizer,
@@ -257,11 +261,11 @@ class DataStatistics:
         }
 
 
-def read_fates(file: str | Path, most: int, counts: dict[str, int] | None = None) -> dict[str, list[tuple[str, str]]]:
-    """The first `most` rows of each fate as (where, reason); `counts` of the bill spare reading on when all are had."""
+def read_fates(file: str | Path, limit: int, counts: dict[str, int] | None = None) -> dict[str, list[tuple[str, str]]]:
+    """The first `limit` rows of each fate as (where, reason); `counts`, if known, allows to stop reading early."""
     rows: dict[str, list[tuple[str, str]]] = {}
     full: tuple[str, ...] = ()  # how lines begin that need not be parsed any more
-    wanted = None if counts is None else sum(min(most, count) for count in counts.values())
+    expected = None if counts is None else sum(min(limit, count) for count in counts.values())
     try:
         with Path(file).open(encoding="utf-8", errors="replace") as lines:
             for line in lines:
@@ -269,16 +273,18 @@ def read_fates(file: str | Path, most: int, counts: dict[str, int] | None = None
                     continue
                 try:
                     row = json.loads(line)
-                    fate, where, reason = str(row["fate"]), str(row["where"]), str(row.get("reason") or "")
+                    fate = str(row["fate"])
+                    where = str(row["where"])
+                    reason = str(row.get("reason") or "")
                 except (ValueError, KeyError, TypeError, AttributeError):
                     continue  # the last line of a run that was killed
-                kept = rows.setdefault(fate, [])
-                if len(kept) == most:
+                entries = rows.setdefault(fate, [])
+                if len(entries) == limit:
                     continue
-                kept.append((where, reason))
-                if len(kept) == most:
+                entries.append((where, reason))
+                if len(entries) == limit:
                     full = (*full, f"{json.dumps({'fate': fate})[:-1]},")
-                if wanted is not None and sum(map(len, rows.values())) >= wanted:
+                if expected is not None and sum(map(len, rows.values())) >= expected:
                     break
     except OSError:
         return rows

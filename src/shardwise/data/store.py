@@ -1,9 +1,9 @@
-"""A source's tokens on disk, in chunks that can be read while later ones are still being made.
+"""Tokens of a source on disk, in chunks that can be read while later ones are still being written.
 
-[Note: chunks] Rows are tokenised in chunks of consecutive rows. A chunk is two arrays: the tokens of its documents one
-after the other, with the top bit set where a token is learned, and a table of its documents. The table is renamed into
-place last, so a chunk that is there is whole. `done.json` tells how many there are; `failed.json` that there will be no
-more, and why. Readers map the arrays: what a run holds in memory does not grow with the source.
+[Note: chunks] Rows are tokenised in chunks of consecutive rows. A chunk is two arrays: the concatenated tokens of its
+documents, with the top bit set in loss tokens, and a table of its documents. The table is renamed into place last, so a
+chunk that exists is complete. `done.json` has the number of chunks; `failed.json` means that no more will follow, and
+why. Readers map the arrays: a run's memory does not grow with the source.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ POLL = 0.05  # seconds
 
 
 def write_chunk(folder: Path, index: int, documents: Sequence[Document]) -> None:
-    """Stores a chunk; whoever sees it sees all of it."""
+    """Writes a chunk atomically."""
     table = np.empty(len(documents), dtype=TABLE)
     parts = []
     for row, document in zip(table, documents, strict=True):
@@ -46,22 +46,22 @@ def write_chunk(folder: Path, index: int, documents: Sequence[Document]) -> None
 
 
 def has_chunk(folder: Path, index: int) -> bool:
-    """Whether a chunk is there."""
+    """Whether a chunk exists."""
     return _file(folder, index, "table").is_file()
 
 
 def finish(folder: Path, chunks: int, facts: dict[str, Any]) -> None:
-    """Says that all chunks are there, and what is known of the whole."""
+    """Marks the store as complete, with its number of chunks and facts."""
     write_json(folder / "done.json", {"chunks": chunks} | facts)
 
 
 def fail(folder: Path, error: UserError) -> None:
-    """Says that there will be no more, and why."""
+    """Marks the store as failed, with the error."""
     write_json(folder / "failed.json", {"args": [error.field, error.value, error.problem, error.remedy]})
 
 
 def write_json(file: Path, content: dict[str, Any]) -> None:
-    """Whoever sees the file sees all of it."""
+    """Writes a JSON file atomically."""
     partial = file.with_name(f".{file.name}.{os.getpid()}")
     partial.write_text(json.dumps(content, default=str))
     partial.rename(file)
@@ -72,7 +72,7 @@ def _file(folder: Path, index: int, suffix: str) -> Path:
 
 
 class TokenStore:
-    """The documents of one source, by chunk and place within it; waits for chunks that are still being made."""
+    """Documents of one source by chunk and index; waits for chunks that are still being written."""
 
     def __init__(self, folder: Path, alive: Callable[[], bool] = lambda: True) -> None:
         self.folder, self._alive = folder, alive
@@ -82,13 +82,13 @@ class TokenStore:
 
     @property
     def facts(self) -> dict[str, Any] | None:
-        """What is known of the whole; None while it is being made."""
+        """Facts about the complete store; None while it is being written."""
         if self._facts is None and (self.folder / "done.json").is_file():
             self._facts = json.loads((self.folder / "done.json").read_text())
         return self._facts
 
     def ready(self, chunk: int) -> bool | None:
-        """Whether there is such a chunk; None while that cannot be told yet."""
+        """Whether a chunk exists; None if that is not known yet."""
         if chunk in self._tables or _file(self.folder, chunk, "table").is_file():
             return True
         alive = self._facts is not None or self._alive()  # asked first: its last words come before it goes
@@ -102,19 +102,19 @@ class TokenStore:
         return None
 
     def has(self, chunk: int) -> bool:
-        """Whether there is such a chunk; waits until it is there or the source has come to its end."""
+        """Whether a chunk exists; waits until it does or the source has ended."""
         while (answer := self.ready(chunk)) is None:
             time.sleep(POLL)
         return answer
 
     def wait(self) -> dict[str, Any]:
-        """Waits for the whole and gives its facts."""
+        """Waits for the complete store and returns its facts."""
         while self.facts is None:
             self.has(1 << 60)
         return self.facts
 
     def table(self, chunk: int) -> np.ndarray:
-        """Length, learned tokens and row number of each document of a chunk."""
+        """Length, number of loss tokens and row number of each document of a chunk."""
         if chunk not in self._tables:
             self._tables[chunk] = np.load(self._file(chunk, "table"))
             if len(self._tables) > OPEN:
@@ -123,7 +123,7 @@ class TokenStore:
         return self._tables[chunk]
 
     def marked(self, chunk: int, index: int) -> np.ndarray:
-        """A document's tokens as they are stored, the top bit set where one is learned; not to be written to."""
+        """A document's tokens as stored, with the top bit set in loss tokens; read-only."""
         if chunk not in self._tokens:
             starts = np.concatenate([[0], np.cumsum(self.table(chunk)["length"], dtype=np.int64)])
             self._tokens[chunk] = mapped(self._file(chunk, "tokens")), starts
@@ -134,7 +134,7 @@ class TokenStore:
         return flat[starts[index] : starts[index + 1]]
 
     def document(self, chunk: int, index: int) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens and which of them are learned."""
+        """Tokens and loss mask of a document."""
         flat = self.marked(chunk, index)
         return (flat & ~LEARNED).astype(np.int64), flat >= LEARNED
 
@@ -145,10 +145,10 @@ class TokenStore:
 
 
 def mapped(file: Path) -> np.ndarray:
-    """A one-dimensional array of uint32 in memory that the ranks share.
+    """A one-dimensional uint32 array, memory-mapped and shared between ranks.
 
-    Not `np.load(mmap_mode="r")`: Python's mappings keep their file open, and a mixture of sources would come to the
-    usual limit of 1,024 open files; torch's do not (and take 30 µs instead of 260).
+    Not `np.load(mmap_mode="r")`: Python's mappings keep their file open, and a mixture of sources would reach the usual
+    limit of 1,024 open files; torch's do not (and take 30 µs instead of 260).
     """
     import torch
 

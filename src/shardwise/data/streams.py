@@ -1,6 +1,6 @@
-"""Bytes of files, whichever way they are compressed, with failures told by file and line.
+"""Byte streams of files with any compression; errors are reported with file and line.
 
-Everything here reads forward in blocks: what is held does not grow with the file.
+Everything here reads forward in blocks: memory does not grow with the file.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ ZSTD_STEP = 256  # compressed bytes at a time: zstd makes at most 32,768 times a
 
 
 def plain_suffix(path: Path) -> str:
-    """What the file is once it is decompressed: `.jsonl` of `a.JSONL.gz`."""
+    """Suffix of the file without compression: `.jsonl` of `a.JSONL.gz`."""
     suffix = path.suffix.lower()
     return Path(path.stem).suffix.lower() if suffix in COMPRESSED else suffix
 
 
 def is_compressed(path: Path) -> bool:
-    """Whether the bytes of the file are not those of its content."""
+    """Whether the file has a compression suffix."""
     return path.suffix.lower() in COMPRESSED
 
 
 def open_bytes(path: Path) -> BinaryIO:
-    """The content of a file, decompressed as it is read. Raises OSError, EOFError or what `broken` knows."""
+    """Opens a file, decompressed as it is read. Raises OSError, EOFError or what `broken` explains."""
     file = path.open("rb")
     suffix = path.suffix.lower()
     if suffix == ".gz":
@@ -51,7 +51,7 @@ BROKEN = (OSError, EOFError, zlib.error, lzma.LZMAError, ValueError)  # what rea
 
 
 def broken(error: Exception) -> tuple[str, str]:
-    """What is wrong with a file that does not read, and what to do."""
+    """Problem and remedy for an error while reading a file."""
     if isinstance(error, EOFError):
         return "ends early: the compressed data are cut off", "copy or download the file again"
     if isinstance(error, OSError) and error.errno is not None:
@@ -60,10 +60,12 @@ def broken(error: Exception) -> tuple[str, str]:
 
 
 class _Zstd(io.RawIOBase):
-    """Decompresses zstd frame after frame. The library's own reader takes a cut-off file for a whole one."""
+    """Decompresses zstd frame by frame; the library's own reader accepts truncated files."""
 
     def __init__(self, file: BinaryIO) -> None:
-        self.file, self.held, self.tail = file, memoryview(b""), b""
+        self.file = file
+        self.held = memoryview(b"")
+        self.tail = b""
         self.frame: Any = None
         self.library: Any = zstd_library()
 
@@ -85,10 +87,10 @@ class _Zstd(io.RawIOBase):
                 raise OSError(str(error)) from None
             if self.frame.eof:
                 self.frame, self.tail = None, self.frame.unused_data + self.tail
-        taken = min(len(buffer), len(self.held))
-        buffer[:taken] = self.held[:taken]
-        self.held = self.held[taken:]
-        return taken
+        size = min(len(buffer), len(self.held))
+        buffer[:size] = self.held[:size]
+        self.held = self.held[size:]
+        return size
 
     def close(self) -> None:
         self.file.close()
@@ -96,11 +98,11 @@ class _Zstd(io.RawIOBase):
 
 
 class MissingLibrary(OSError):
-    """A library that is needed for a kind of file only, and is not installed."""
+    """A library required for this kind of file is not installed."""
 
 
 def zstd_library() -> Any:
-    """The library for zstd."""
+    """Imports the zstd library; raises MissingLibrary."""
     try:
         import zstandard
     except ImportError:
@@ -118,10 +120,12 @@ IMPOSTORS = (  # how files begin that are not what their suffix says
 
 
 class Input:
-    """A file read forward; what goes wrong is told with the line it went wrong at."""
+    """A file read forward; errors are reported with the current line."""
 
     def __init__(self, path: Path, field: str) -> None:
-        self.path, self.field, self.line = path, field, 1
+        self.path = path
+        self.field = field
+        self.line = 1
         try:
             self.file = open_bytes(path)
             self.head: bytes = self.file.peek(64)[:64]  # type: ignore[attr-defined]
@@ -132,21 +136,21 @@ class Input:
                 raise UserError(field, str(path), problem, remedy)
 
     def read(self, size: int) -> bytes:
-        """The next bytes; fewer than asked for only at the end."""
+        """Returns the next bytes; fewer than `size` only at the end."""
         try:
             return self.file.read(size)
         except BROKEN as error:
             raise self.mistake(error) from None
 
     def readline(self, limit: int) -> bytes:
-        """The next line, or its first bytes."""
+        """Returns the next line, or its first `limit` bytes."""
         try:
             return self.file.readline(limit)
         except BROKEN as error:
             raise self.mistake(error) from None
 
     def mistake(self, error: Exception) -> UserError:
-        """The user's view of a failure to read."""
+        """Converts a read failure to a UserError."""
         problem, remedy = broken(error)
         if isinstance(error, MissingLibrary):
             problem, _, remedy = str(error).partition(": ")
@@ -161,7 +165,7 @@ class Input:
 
 
 def seekable(path: Path, field: str) -> BinaryIO:
-    """A file in which one can jump; a compressed one is laid out in a nameless temporary file."""
+    """Opens a file for random access; a compressed one is unpacked to an anonymous temporary file."""
     with Input(path, field) as stream:
         if not is_compressed(path):
             return path.open("rb")

@@ -1,7 +1,7 @@
-"""Parquet, Arrow and Hugging Face datasets: tables that are read in batches and sent to workers as Arrow buffers.
+"""Parquet, Arrow and Hugging Face datasets: tables read in batches and sent to workers as Arrow buffers.
 
-A saved dataset is a folder of Arrow files with a list of them, so it is read without the `datasets` library; that one
-is needed for datasets of the hub.
+A saved dataset is a folder of Arrow files with an index, so it is read without the `datasets` library, which is only
+needed for datasets of the hub.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from shardwise.data.streams import seekable
 
 @dataclass(frozen=True)
 class ArrowBatch:
-    """Rows of a table as an Arrow stream; `row` is the first one's place in its file, from 1."""
+    """Rows of a table as an Arrow stream; `row` is the number of the first one in its file, from 1."""
 
     name: str
     row: int
@@ -37,9 +37,10 @@ class ArrowBatch:
         try:
             values = table.to_pylist(maps_as_pydicts="lossy")
         except (ValueError, OverflowError, pa.ArrowException):  # one value that Python cannot hold: find its row
-            values = [_row_alone(table.slice(index, 1)) for index in range(len(table))]
+            values = [_split_row(table.slice(index, 1)) for index in range(len(table))]
         for index, value in enumerate(values):
-            where, number = f"{self.name} row {self.row + index}", first + index
+            where = f"{self.name} row {self.row + index}"
+            number = first + index
             if isinstance(value, str):
                 yield BadRow(where, number, f"a value cannot be read ({value})", "mend or delete the row")
                 continue
@@ -48,7 +49,7 @@ class ArrowBatch:
             yield Raw(where, number, value)
 
 
-def _row_alone(table: Any) -> dict[str, Any] | str:
+def _split_row(table: Any) -> dict[str, Any] | str:
     try:
         row: dict[str, Any] = table.to_pylist(maps_as_pydicts="lossy")[0]
         return row
@@ -67,7 +68,7 @@ def _present(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Plain:
-    """Rows that are Python values already; `name` with a row number says where each stands."""
+    """Rows that are Python values; `name` and the row number give their location."""
 
     name: str
     row: int
@@ -86,7 +87,7 @@ class Plain:
 
 
 def arrow_library(field: str, path: str) -> Any:
-    """pyarrow, or how to get it."""
+    """Imports pyarrow; raises UserError with how to install it."""
     try:
         import pyarrow
     except ImportError:
@@ -95,7 +96,7 @@ def arrow_library(field: str, path: str) -> Any:
 
 
 def cut_table(path: Path, kind: str, field: str) -> Iterator[ArrowBatch]:
-    """Chunks of a Parquet or Arrow file."""
+    """Yields the chunks of a Parquet or Arrow file."""
     pa = arrow_library(field, str(path))
     row = 1
     with seekable(path, field) as file:
@@ -109,7 +110,7 @@ def cut_table(path: Path, kind: str, field: str) -> Iterator[ArrowBatch]:
 
 
 def count_table(path: Path, kind: str, field: str) -> int:
-    """How many rows a Parquet or Arrow file has, from its metadata where it has some."""
+    """Number of rows of a Parquet or Arrow file, from its metadata where possible."""
     pa = arrow_library(field, str(path))
     with seekable(path, field) as file:
         try:
@@ -134,7 +135,8 @@ def _parquet(pa: Any, file: Any) -> Iterator[Any]:
     import pyarrow.parquet as parquet
 
     table = parquet.ParquetFile(file, pre_buffer=False, buffer_size=1 << 20)
-    rows, size = table.metadata.num_rows, 0
+    rows = table.metadata.num_rows
+    size = 0
     for group in range(table.metadata.num_row_groups):
         size += table.metadata.row_group(group).total_byte_size
     fit = CHUNK_ROWS if not size else max(1, min(CHUNK_ROWS, rows * CHUNK_BYTES // size))
@@ -154,7 +156,7 @@ def _arrow(pa: Any, file: Any) -> Iterator[Any]:
 
 
 def _pieces(batch: Any) -> Iterator[Any]:
-    """A batch in pieces of at most so many rows and bytes (or one row)."""
+    """Splits a batch into pieces of at most CHUNK_ROWS rows and CHUNK_BYTES bytes (or one row)."""
     for start in range(0, len(batch), CHUNK_ROWS):
         pending = [batch.slice(start, CHUNK_ROWS)]
         while pending:
@@ -177,12 +179,12 @@ def _batch(pa: Any, name: str, row: int, piece: Any) -> ArrowBatch:
 
 
 def is_saved_dataset(folder: Path) -> bool:
-    """Whether a folder is what `save_to_disk` writes, for a dataset or for several splits."""
+    """Whether a folder was written by `save_to_disk`, of a dataset or a DatasetDict."""
     return (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file()
 
 
 def saved_files(folder: Path, split: str | None, field: str) -> list[Path]:
-    """The Arrow files of a saved dataset, in order."""
+    """Arrow files of a saved dataset, in order."""
     if (listing := folder / "dataset_dict.json").is_file():
         splits = [str(s) for s in _listed(listing, "splits", field)]
         split = split or ("train" if len(splits) != 1 else splits[0])
@@ -222,18 +224,18 @@ def _listed(file: Path, key: str, field: str) -> list[Any]:
 
 
 def hub_name(path: str) -> str:
-    """The id of a dataset of the hub, without the mark that it is one."""
+    """Hub id of a dataset, without the `hf:` prefix."""
     return path.removeprefix("hf:")
 
 
 def hub_label(source: Source) -> str:
-    """How rows of a dataset of the hub are called."""
+    """Label for the rows of a hub dataset in messages."""
     subset = f" {source.subset}" if source.subset else ""
     return f"hf:{hub_name(source.path)}{subset} {source.split or 'train'}"
 
 
 def load_hub(source: Source, field: str) -> Any:
-    """A dataset of the hub, from its cache if it was fetched before."""
+    """Loads a dataset of the hub, from its cache if it was downloaded before."""
     try:
         import datasets
     except ImportError:
@@ -242,20 +244,20 @@ def load_hub(source: Source, field: str) -> Any:
     try:
         loaded = datasets.load_dataset(name, source.subset, split=source.split or "train", streaming=source.streaming)
     except Exception as error:
-        raise _unloaded(error, source, field) from None
+        raise _load_error(error, source, field) from None
     return loaded
 
 
-def _unloaded(error: Exception, source: Source, field: str) -> UserError:
+def _load_error(error: Exception, source: Source, field: str) -> UserError:
     text = " ".join(str(error).split())[:300] or type(error).__name__
     kinds = {kind.__name__ for kind in type(error).__mro__}
     name = hub_name(source.path)
-    there = "" if source.path.startswith("hf:") else f"there is no such path here, and as a hub dataset {name} "
+    prefix = "" if source.path.startswith("hf:") else f"there is no such path here, and as a hub dataset {name} "
     if kinds & {"DatasetNotFoundError"}:
-        problem = f"{there or 'the dataset '}is not on the hub, or not for you ({text})"
+        problem = f"{prefix or 'the dataset '}is not on the hub, or not for you ({text})"
         return UserError(field, source.path, problem, "check the name; log in with `hf auth login` if it is private")
     if kinds & {"ConnectionError", "OfflineModeIsEnabled", "ConnectTimeout", "HfHubHTTPError", "TransportError"}:
-        problem = f"{there or 'the dataset '}cannot be fetched: the hub is not reachable ({text})"
+        problem = f"{prefix or 'the dataset '}cannot be fetched: the hub is not reachable ({text})"
         return UserError(field, source.path, problem, "check the connection, or give files or a saved dataset")
     if "split" in text.lower():
         return UserError(f"{field}.split", source.split or "train", text, "set split to one that the dataset has")
@@ -265,8 +267,10 @@ def _unloaded(error: Exception, source: Source, field: str) -> UserError:
 
 
 def cut_hub(source: Source, field: str) -> Iterator[ArrowBatch | Plain]:
-    """Chunks of a dataset of the hub; of a streamed one as it arrives."""
-    loaded, name, row = load_hub(source, field), hub_label(source), 1
+    """Yields the chunks of a hub dataset; of a streamed one as it arrives."""
+    loaded = load_hub(source, field)
+    name = hub_label(source)
+    row = 1
     if not source.streaming:
         import pyarrow as pa
 
@@ -276,7 +280,7 @@ def cut_hub(source: Source, field: str) -> Iterator[ArrowBatch | Plain]:
                     yield _batch(pa, name, row, piece)
                     row += len(piece)
         return
-    held: list[Any] = []
+    chunk: list[Any] = []
     size = 0
     rows = iter(loaded.decode(False) if hasattr(loaded, "decode") and loaded.features else loaded)  # images stay bytes
     while True:
@@ -285,24 +289,26 @@ def cut_hub(source: Source, field: str) -> Iterator[ArrowBatch | Plain]:
         except StopIteration:
             break
         except Exception as error:
-            raise _unloaded(error, source, field) from None
+            raise _load_error(error, source, field) from None
         length = len(str(value))
-        if len(held) == CHUNK_ROWS or (held and size + length > CHUNK_BYTES):
-            yield Plain(name, row, tuple(held))
-            row, held, size = row + len(held), [], 0
-        held.append(value)
+        if len(chunk) == CHUNK_ROWS or (chunk and size + length > CHUNK_BYTES):
+            yield Plain(name, row, tuple(chunk))
+            row += len(chunk)
+            chunk = []
+            size = 0
+        chunk.append(value)
         size += length
-    if held:
-        yield Plain(name, row, tuple(held))
+    if chunk:
+        yield Plain(name, row, tuple(chunk))
 
 
 def count_hub(source: Source, field: str) -> int | None:
-    """How many rows; unknown of a streamed dataset."""
+    """Number of rows; None for a streamed dataset."""
     return None if source.streaming else len(load_hub(source, field))
 
 
 def hub_digest(source: Source, field: str) -> str:
-    """Which data these are: the library's fingerprint, or the revision of what is streamed."""
+    """Identifies the data: the library's fingerprint, or the revision of a streamed dataset."""
     if not source.streaming:
         return dataset_fingerprint(load_hub(source, field))
     from huggingface_hub import HfApi
@@ -310,5 +316,5 @@ def hub_digest(source: Source, field: str) -> str:
     try:
         sha = HfApi().dataset_info(hub_name(source.path)).sha
     except Exception as error:
-        raise _unloaded(error, source, field) from None
+        raise _load_error(error, source, field) from None
     return f"{sha} {source.subset} {source.split}"

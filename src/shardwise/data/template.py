@@ -1,20 +1,21 @@
-"""Where in a rendered conversation the answers lie, for any chat template.
+"""Locates the assistant's answers in a rendered conversation, for any chat template.
 
-[Note: assistant mask] Chat templates rarely mark what the assistant said, and some rewrite turns that lie further back
-(they drop old thoughts). So each place is constructed from what the template writes, and proven in the rendering of the
-whole conversation (turns.py):
+[Note: assistant mask] Chat templates rarely mark what the assistant said, and some rewrite earlier turns (they drop old
+thoughts). So each position is constructed from what the template writes, and verified in the rendering of the full
+conversation (turns.py):
   - The end of a message: the conversation is rendered again with a stamp, text that nobody writes, at the end of each
-    content. If the second rendering without its stamps is the first, the stamps stood where the contents end.
+    content. If the second rendering without its stamps equals the first, the stamps stood where the contents end.
   - The beginning of an answer: what the template writes after the message before it when asked for the generation
-    prompt must stand there in the whole rendering too. What comes next is what the model has to write.
-  - The end of turn: what the template writes behind the answer whatever follows it; see [Note: end of turn] in ends.py.
-Where one of these cannot be decided, nothing is guessed: the row or the template is refused. `{% generation %}` tags
-are compared with the result; see [Note: tags] in tags.py.
+    prompt must also be in the full rendering. What comes next is what the model has to write.
+  - The end of turn: what the template writes behind the answer whatever follows it; see [Note: end of turn] in
+    turn_ends.py.
+Where one of these cannot be decided, nothing is guessed: the row or the template is rejected. `{% generation %}` tags
+are compared with the result; see [Note: tags] in generation_tags.py.
 
-[Note: shapes] That takes some renderings per conversation. Conversations with the same roles mostly differ in their
+[Note: shapes] That takes several renderings per conversation. Conversations with the same roles mostly differ in their
 contents alone, so the search is done once for each sequence of roles, on stamps, and gives the text between contents.
-For each conversation this is put together with its contents; only if the result is its rendering, to the character,
-are the places taken over. So the quick way is checked for every row and costs one rendering.
+For each conversation this is combined with its contents; only if the result equals its rendering, to the character,
+are the spans reused. So the fast path is checked for every row and costs one rendering.
 
 [Note: forms] Templates differ in what they take for a message: tool arguments as an object or as JSON, no content as ""
 or as None, content as text or as parts. The first form is used in which the template writes what it was given.
@@ -48,14 +49,14 @@ REFUSALS = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError,
 
 @dataclass(frozen=True)
 class MessageForm:
-    """How messages are handed to the template; see [Note: forms]."""
+    """How messages are passed to the template; see [Note: forms]."""
 
     parts: bool = False
     json: bool = False
     empty: str | None = ""
 
     def __call__(self, message: Message) -> Message:
-        """The message in this form."""
+        """Converts a message to this form."""
         if calls := message.get("tool_calls"):
             message = message | {"tool_calls": [self._call(c) for c in calls]} if self.json else message
             if not message.get("content"):
@@ -79,7 +80,7 @@ CALLS = [PLAIN, MessageForm(empty=None), MessageForm(json=True), MessageForm(jso
 
 @dataclass(frozen=True)
 class _Shape:
-    """A rendering without its contents: the text around them, which content goes where, and the places to train on."""
+    """A rendering without its contents: the text between them, their order, and the spans to train on."""
 
     literals: tuple[str, ...]
     order: tuple[int, ...]
@@ -89,8 +90,10 @@ class _Shape:
     notes: tuple[str, ...]
 
     def fit(self, text: str, messages: Sequence[Message]) -> Mask | None:
-        """The places, if these contents make exactly this text."""
-        parts, starts, at = [self.literals[0]], [0], len(self.literals[0])
+        """The mask, if these contents reproduce exactly this text; None otherwise."""
+        parts = [self.literals[0]]
+        starts = [0]
+        at = len(self.literals[0])
         for index, trim, literal in zip(self.order, self.trims, self.literals[1:], strict=True):
             content = messages[index]["content"]
             if trim is not None:
@@ -106,29 +109,29 @@ class _Shape:
 
 
 class _KnownEnds:
-    """Ends of turn that were found, by what stood behind the answer up to the next content."""
+    """Cache of ends of turn, by the text between the answer and the next content."""
 
     def __init__(self) -> None:
         self._found: dict[tuple[str | None, bool], dict[str, End]] = {}
 
     def quick(self, rest: str, follows: str | None, calls: bool) -> End | None:
-        """The end, if what follows is the same as before, to the character."""
+        """The cached end, if the following text is identical to one seen before."""
         known = self._found.get((follows, calls), {})
         if follows is None:
             return known.get(rest)
         return max(((gap, end) for gap, end in known.items() if rest.startswith(gap)), default=("", None))[1]
 
     def note(self, end: End, around: Around, follows: str | None, calls: bool) -> None:
-        """Remembers an end."""
-        seen = (around.last if follows is None else around.gaps[follows]) or ""
-        if end.text and (seen.strip() or follows is None):
+        """Adds an end to the cache."""
+        tail = (around.last if follows is None else around.gaps[follows]) or ""
+        if end.text and (tail.strip() or follows is None):
             known = self._found.setdefault((follows, calls), {})
             if len(known) < SHAPES:
-                known[seen.lstrip()] = end
+                known[tail.lstrip()] = end
 
 
 class ChatTemplate:
-    """A tokenizer's template: renders conversations and finds what is to be trained on in them.
+    """A tokenizer's chat template: renders conversations and finds the spans to train on.
 
     `stops`: the tokens at which the model's generation config ends an answer.
     """
@@ -145,7 +148,7 @@ class ChatTemplate:
         self._shapes: dict[tuple[tuple[str, ...], tuple[int, ...]], _Shape | None] = {}
 
     def forms(self) -> tuple[MessageForm, ...]:
-        """The forms to try for contents; see [Note: forms]."""
+        """The message forms to try; see [Note: forms]."""
         return PLAIN, MessageForm(parts=True)
 
     # --- rendering ---------------------------------------------------------------------------------------------------
@@ -155,13 +158,13 @@ class ChatTemplate:
         messages: Sequence[Message],
         tools: Sequence[Any] = (),
         prompt: bool = False,
-        way: Mapping[str, Any] | None = None,
+        options: Mapping[str, Any] | None = None,
     ) -> str:
-        """The conversation as text; `prompt` adds what asks for the next answer, `way` are further settings."""
-        return str(self._apply([messages], tools, prompt, way or {})[0])
+        """Renders a conversation; `prompt` adds the generation prompt, `options` are further template variables."""
+        return str(self._apply([messages], tools, prompt, options or {})[0])
 
     def render_many(self, conversations: Sequence[Sequence[Message]]) -> list[str | RowFault]:
-        """Conversations without tools, in one call where none of them is refused."""
+        """Renders conversations without tools, in one call unless the template rejects one of them."""
         try:
             return list(self._apply(conversations, (), False, {})) if conversations else []
         except RowFault:
@@ -174,14 +177,14 @@ class ChatTemplate:
             return fault
 
     def _apply(
-        self, conversations: Sequence[Sequence[Message]], tools: Sequence[Any], prompt: bool, way: Mapping[str, Any]
+        self, conversations: Sequence[Sequence[Message]], tools: Sequence[Any], prompt: bool, options: Mapping[str, Any]
     ) -> list[Any]:
         from jinja2 import TemplateError
 
-        given = [self._formed(messages) for messages in conversations]
+        formed = [self._formed(messages) for messages in conversations]
         try:
             rendered: list[Any] = self.tokenizer.apply_chat_template(
-                given, tools=list(tools) or None, tokenize=False, add_generation_prompt=prompt, **way
+                formed, tools=list(tools) or None, tokenize=False, add_generation_prompt=prompt, **options
             )
         except (*REFUSALS, TemplateError) as error:
             problem = f"the chat template refuses this conversation ({error})"
@@ -205,7 +208,7 @@ class ChatTemplate:
         return self._calls_form
 
     def _takes(self, form: MessageForm) -> bool:
-        """Whether a message with a tool call in this form is written as one turn and as JSON."""
+        """Whether a tool call in this form is rendered as one turn and as JSON."""
         (key,) = stamps("", 1)
         call: dict[str, Any] = {
             "id": "call00001",
@@ -214,7 +217,8 @@ class ChatTemplate:
         }
         asks: Message = {"role": "user", "content": "Why?"}
         messages = [asks, {"role": "assistant", "content": "", "tool_calls": [call]}]
-        before, self._calls_form = self._calls_form, form
+        before = self._calls_form
+        self._calls_form = form
         try:
             text = self.render(messages, [TOOL])
             begin, end = self.search(text, messages, (1,), [TOOL]).spans[0]
@@ -225,22 +229,23 @@ class ChatTemplate:
         return f"{{'{key}" not in text and "None" not in text[begin:end]
 
     def check_spelling(self, messages: Sequence[Message], tools: Sequence[Any] = ()) -> None:
-        """[Note: markup in content] A message that spells a special token would be tokenised as that token.
+        """Raises RowFault if a message spells a special token.
 
-        That would make turns that nobody took, or an answer that ends half-way. The tokenizer cannot be told which
-        occurrence is text, so the row is refused. Other added tokens count where the template parts turns with them.
+        [Note: markup in content] A message that spells a special token would be tokenised as that token. That would
+        create turns that nobody took, or an answer that ends half-way. The tokenizer cannot be told which occurrence is
+        text, so the row is rejected. Other added tokens count where the template separates turns with them.
         """
         if self._spelled is None:
             self._spelled = self._markup()
         for index, message in enumerate(messages):
             plain = len(message) == 2 and isinstance(message.get("content"), str)
             for text in (message["content"],) if plain else _strings(message):
-                if found := self._spelled.search(text):
-                    problem = f"the content spells {found[0]}, which the tokenizer reads as markup"
+                if match := self._spelled.search(text):
+                    problem = f"the content spells {match[0]}, which the tokenizer reads as markup"
                     raise RowFault(problem, "write it differently (a space inside will do) or delete the row", index)
         for text in _strings(list(tools)):
-            if found := self._spelled.search(text):
-                problem = f"the tools spell {found[0]}, which the tokenizer reads as markup"
+            if match := self._spelled.search(text):
+                problem = f"the tools spell {match[0]}, which the tokenizer reads as markup"
                 raise RowFault(problem, "write it differently (a space inside will do) or delete the row")
 
     def _markup(self) -> re.Pattern[str]:
@@ -251,79 +256,81 @@ class ChatTemplate:
         return any_of({*self.markers.words, *manner.opening.seen, *manner.stops, *manner.known})
 
     def unwritten(self, text: str, messages: Sequence[Message], tools: Sequence[Any] = ()) -> list[str]:
-        """The fields that have no part in `text`, the conversation's rendering: without them it is the same."""
+        """Fields that do not affect `text`, the conversation's rendering."""
         names = dict.fromkeys(k for m in messages if len(m) > 2 for k in m if k in WATCHED and m[k])
-        found = ["tools"] if tools and self._one(messages) == text else []
+        fields = ["tools"] if tools and self._one(messages) == text else []
         for name in names:
             bare = [{key: value for key, value in m.items() if key != name} for m in messages]
             try:
-                found += [name] if self.render(bare, tools) == text else []
+                fields += [name] if self.render(bare, tools) == text else []
             except RowFault:
                 continue  # the template asks for it
-        return found
+        return fields
 
     # --- finding -----------------------------------------------------------------------------------------------------
 
-    def mask(self, text: str, messages: Sequence[Message], wanted: tuple[int, ...], tools: Sequence[Any] = ()) -> Mask:
-        """Where in `text`, their rendering, the wanted messages and their ends of turn lie."""
+    def mask(self, text: str, messages: Sequence[Message], trained: tuple[int, ...], tools: Sequence[Any] = ()) -> Mask:
+        """Spans of the `trained` messages and their ends of turn in `text`, the rendering of `messages`."""
         if not tools and all(isinstance(m.get("content"), str) and not m.get("tool_calls") for m in messages):
-            key = tuple([m["role"] for m in messages]), wanted
+            key = tuple([m["role"] for m in messages]), trained
             if key not in self._shapes:
                 if len(self._shapes) >= SHAPES:
                     self._shapes.clear()
                 self._shapes[key] = self._shape(*key)
             shape = self._shapes[key]
-            if shape is not None and not self._edges(shape, messages, wanted):
-                found = shape.fit(text, messages)
-                if found is not None:
-                    return found
-        return self.search(text, messages, wanted, tools)
+            if shape is not None and not self._edges(shape, messages, trained):
+                fitted = shape.fit(text, messages)
+                if fitted is not None:
+                    return fitted
+        return self.search(text, messages, trained, tools)
 
-    def _edges(self, shape: _Shape, messages: Sequence[Message], wanted: tuple[int, ...]) -> bool:
-        """Whether the edges of contents matter to where an answer begins or ends."""
+    def _edges(self, shape: _Shape, messages: Sequence[Message], trained: tuple[int, ...]) -> bool:
+        """Whether blanks at the edges of contents affect where an answer begins or ends."""
         forced = self.manner().forced  # what the prompt ends with, and an answer may begin with by itself
         if not forced and END_ONCE not in shape.notes:
             return False
-        contents = [messages[i]["content"] for i in wanted]
+        contents = [messages[i]["content"] for i in trained]
         if forced and any(content.lstrip().startswith(forced) for content in contents):
             return True
         return END_ONCE in shape.notes and any(content != content.rstrip() or not content for content in contents)
 
     def check(self) -> None:
-        """Raises TemplateFault where a plain answer could not be told apart or would not end."""
+        """Raises TemplateFault if a plain answer cannot be located or has no end."""
         self.manner()
 
     def search(
-        self, text: str, messages: Sequence[Message], wanted: tuple[int, ...], tools: Sequence[Any] = ()
+        self, text: str, messages: Sequence[Message], trained: tuple[int, ...], tools: Sequence[Any] = ()
     ) -> Mask:
-        """What `mask` gives, by [Note: assistant mask] alone."""
+        """`mask` without the fast path, by [Note: assistant mask] alone."""
         turns = Turns(self, text, list(messages), list(tools))
-        found = turns.mask(wanted)
+        mask = turns.mask(trained)
         tagged = self.tags.spans(text, self._formed(messages), tools)
         if tagged is None:
-            return found
+            return mask
         others = [place for i, place in turns.ends.items() if messages[i]["role"] != "assistant"]
-        return held_against(found, [turns.words[i] for i in wanted], tagged, others)
+        return held_against(mask, [turns.words[i] for i in trained], tagged, others)
 
     def manner(self) -> TemplateStyle:
-        """How this template treats a plain answer, looked at once."""
+        """How this template renders a plain answer, probed once."""
         if self._known is None:
             self._known = look_at(self)
         return self._known
 
-    def _shape(self, roles: tuple[str, ...], wanted: tuple[int, ...]) -> _Shape | None:
+    def _shape(self, roles: tuple[str, ...], trained: tuple[int, ...]) -> _Shape | None:
         marks = stamps("", len(roles))
         messages: list[Message] = [{"role": r, "content": m} for r, m in zip(roles, marks, strict=True)]
         pads = [m | {"content": f"\n {m['content']} \n"} for m in messages]
         try:
             text, padded = self.render(messages), self.render(pads)
-            found = self.search(text, messages, wanted)
+            mask = self.search(text, messages, trained)
         except (RowFault, TemplateFault):
             return None  # each row will meet the same fault, and can be named
         if any(text.count(m) != 1 or padded.count(m) != 1 for m in marks):
             return None
         order = sorted(range(len(roles)), key=lambda i: text.index(marks[i]))
-        literals, starts, at = [], [0], 0
+        literals = []
+        starts = [0]
+        at = 0
         for index in order:
             place = text.index(marks[index])
             literals.append(text[at:place])
@@ -335,13 +342,13 @@ class ChatTemplate:
             index = max(n for n, start in enumerate(starts) if start <= position)
             return index, position - starts[index]
 
-        places = tuple((*locate(a), *locate(b)) for a, b in found.spans)
-        added = found.text[len(text) :]
+        places = tuple((*locate(a), *locate(b)) for a, b in mask.spans)
+        added = mask.text[len(text) :]
         lengths = [*map(len, literals[:-1]), len(literals[-1] + added)]
         if any(b > lengths[a] or d > lengths[c] for a, b, c, d in places):
             return None
         trims = tuple(_trim(padded, marks[i]) for i in order)
-        return _Shape(tuple(literals), tuple(order), trims, places, added, found.notes)
+        return _Shape(tuple(literals), tuple(order), trims, places, added, mask.notes)
 
 
 def _strings(value: Any) -> Iterable[str]:
@@ -358,9 +365,11 @@ def _strings(value: Any) -> Iterable[str]:
 
 
 def _trim(padded: str, mark: str) -> Callable[[str], str] | None:
-    """What the template does to blanks around a content, seen on one that had some."""
+    """How the template trims blanks around a content, seen on a padded one."""
     at = padded.index(mark)
     left, right = padded[max(at - 2, 0) : at] != "\n ", padded[at + len(mark) :][:2] != " \n"
     if left and right:
         return str.strip
-    return str.lstrip if left else str.rstrip if right else None
+    if left:
+        return str.lstrip
+    return str.rstrip if right else None

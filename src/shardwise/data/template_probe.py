@@ -1,6 +1,6 @@
-"""How a chat template treats a plain answer: what asks for it, how it ends, how other turns open.
+"""Probes how a chat template renders a plain answer: what asks for it, how it ends, how other turns open.
 
-Looked at once for each template, on questions and answers that cannot be mistaken for anything else.
+Done once per template, on questions and answers that cannot be mistaken for anything else.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ TOOL = {"type": "function", "function": {"name": "find", "description": "Finds."
 
 @dataclass(frozen=True)
 class TemplateStyle:
-    """How a template treats a plain answer.
+    """How a template renders a plain answer.
 
     header   what it writes before an answer although it has no generation prompt
     added    what asking for an answer adds to a conversation
@@ -41,16 +41,16 @@ class TemplateStyle:
     known: frozenset[str] = frozenset()
 
     def headers(self) -> list[str]:
-        """What answers open with, as far as it is known."""
+        """Texts that answers open with, as far as known."""
         written = (self.header, self.added, *(self.added.removesuffix(f) for f in self.forced))
         return [header for header in written if header.strip()]
 
     def opens(self, text: str) -> bool:
-        """Whether a text begins with the header of an answer; blanks do not count."""
+        """Whether a text begins with the header of an answer, ignoring blanks."""
         return "".join(text.split()).startswith(tuple("".join(header.split()) for header in self.headers()))
 
     def names_assistant(self, markers: Markers, text: str) -> bool:
-        """Whether a text that leads up to an answer has what tells an assistant's turn from a user's."""
+        """Whether a text before an answer has what distinguishes an assistant's turn from a user's."""
         (mark, name), (user_mark, user_name) = markers.split_last(text), markers.split_last(self.opening.user)
         if name.strip():
             return (mark, name.strip()) != (user_mark, user_name.strip())
@@ -59,18 +59,18 @@ class TemplateStyle:
 
 
 def look_at(template: ChatTemplate) -> TemplateStyle:
-    """Raises TemplateFault where a plain answer could not be told apart or would not end."""
+    """Probes a template; raises TemplateFault if a plain answer cannot be located or has no end."""
     lost = False
     for form in template.forms():
         template.form = form
         for tools in ((), (TOOL,)):
             for lead in ([], [SYSTEM]):
                 try:
-                    found = _look(template, lead, tools)
+                    style = _look(template, lead, tools)
                 except RowFault:
                     continue
-                if found is not None:
-                    return found
+                if style is not None:
+                    return style
                 lost = True
     template.form = template.forms()[0]
     if lost:
@@ -79,20 +79,22 @@ def look_at(template: ChatTemplate) -> TemplateStyle:
 
 
 def _look(template: ChatTemplate, lead: list[Message], tools: Sequence[Any]) -> TemplateStyle | None:
-    """The manner seen behind these messages; None if an answer is not written as it is given."""
+    """The style seen after these messages; None if the answer is not rendered verbatim."""
     look = _Look(template, lead, tools)
     text = look.render(look.turns)
     if text.count(look.answer) != 1:
         return None
-    asked, ready = look.render([*lead, look.asks]), look.render([*lead, look.asks], True)
-    if not text.count(look.question) == ready.count(look.question) == 1:
-        asked = ready = ""  # questions are rewritten once they are answered: nothing is known of prompts
-    prompt = ready.partition(look.question)[2]
-    markers, around = template.markers, Around(text.partition(look.answer)[2], look.gaps())
-    before, gap = look.openings(text), around.gaps.get("user", "")
-    asks = asked != ready or look.asks_for(prompt, find_opening(markers, before, gap, ()), around.last or "")
+    unprompted, prompted = look.render([*lead, look.asks]), look.render([*lead, look.asks], True)
+    if not text.count(look.question) == prompted.count(look.question) == 1:
+        unprompted = prompted = ""  # questions are rewritten once they are answered: nothing is known of prompts
+    prompt = prompted.partition(look.question)[2]
+    markers = template.markers
+    around = Around(text.partition(look.answer)[2], look.gaps())
+    before = look.openings(text)
+    gap = around.gaps.get("user", "")
+    asks = unprompted != prompted or look.asks_for(prompt, find_opening(markers, before, gap, ()), around.last or "")
     # What stands behind a question ends it, unless it asks for an answer each time.
-    closings = [asked.partition(look.question)[2]] if asked != ready or not asks else []
+    closings = [unprompted.partition(look.question)[2]] if unprompted != prompted or not asks else []
     opening = find_opening(markers, before, gap, closings)
     end = find_end(markers, opening, around, None)
     if end is None:
@@ -104,7 +106,7 @@ def _look(template: ChatTemplate, lead: list[Message], tools: Sequence[Any]) -> 
     header = first.removeprefix(prompt) if not asks and first.startswith(prompt) else ""
     return TemplateStyle(
         header=header if header.strip() else "",
-        added=ready[len(asked) :] if ready.startswith(asked) else "",
+        added=prompted[len(unprompted) :] if prompted.startswith(unprompted) else "",
         forced=tuple(sorted({prompt[len(w) :] for w in written if prompt.startswith(w)} - {""})),
         opening=opening,
         end=end,
@@ -114,10 +116,12 @@ def _look(template: ChatTemplate, lead: list[Message], tools: Sequence[Any]) -> 
 
 
 class _Look:
-    """Conversations of sentinels behind some first messages."""
+    """Conversations of sentinels after some first messages."""
 
     def __init__(self, template: ChatTemplate, lead: list[Message], tools: Sequence[Any]) -> None:
-        self.template, self.lead, self.tools = template, lead, tools
+        self.template = template
+        self.lead = lead
+        self.tools = tools
         self.question, self.answer, self.second, third = stamps("", 4)
         self.asks: Message = {"role": "user", "content": self.question}
         self.turns = [*lead, self.asks, {"role": "assistant", "content": self.answer}]
@@ -127,26 +131,26 @@ class _Look:
         return self.template.render(messages, self.tools, prompt)
 
     def tried(self, messages: Sequence[Message]) -> str:
-        """The rendering, or nothing if these messages are refused."""
+        """The rendering; empty if the template rejects these messages."""
         try:
             return self.render(messages)
         except RowFault:
             return ""
 
     def gaps(self) -> dict[str, str]:
-        """What stands between an answer and a next message, by its role."""
-        found = {role: self.tried([*self.turns, self._again(role)]) for role in ROLES}
-        gaps = {role: _between(text, self.answer, self.second) for role, text in found.items()}
+        """Text between an answer and the next message, by its role."""
+        rendered = {role: self.tried([*self.turns, self._again(role)]) for role in ROLES}
+        gaps = {role: _between(text, self.answer, self.second) for role, text in rendered.items()}
         return {role: gap for role, gap in gaps.items() if gap is not None}
 
     def openings(self, text: str) -> dict[str, str]:
-        """What stands before the first message, by its role."""
+        """Text before the first message, by its role."""
         before = {"user": text.partition(self.question)[0]}
         first = self.tried([self._again("system"), *self.turns[len(self.lead) :]])
         return before | ({"system": first.partition(self.second)[0]} if self.second in first else {})
 
     def asks_for(self, prompt: str, opening: Opening, last: str) -> bool:
-        """Whether what a template writes behind a question without being asked for an answer asks for one."""
+        """Whether a template asks for an answer after a question even without a generation prompt."""
         gap = _between(self.tried([*self.lead, self.asks, self._again("user")]), self.question, self.second)
         if gap is not None:
             return not gap.startswith(prompt)
@@ -158,7 +162,7 @@ class _Look:
         return {"role": role, "content": self.second}
 
 
-def _between(text: str, one: str, other: str) -> str | None:
-    _, found, rest = text.partition(one)
-    gap, also, _ = rest.partition(other)
-    return gap if found and also else None
+def _between(text: str, before: str, after: str) -> str | None:
+    _, has_before, rest = text.partition(before)
+    gap, has_after, _ = rest.partition(after)
+    return gap if has_before and has_after else None

@@ -1,11 +1,11 @@
-"""Makes a source's chunks: reads, understands, leaves out, renders and stores them, in worker processes.
+"""Tokenises a source in chunks: reads, parses, filters, renders and stores them, in worker processes.
 
-Small data are done in the process that asks. Larger ones are done by a process of their own (`python -m
-shardwise.data.tokenise FOLDER`) which goes on while the run has already begun. Each chunk leaves a summary beside it:
-whoever starts again after a crash goes on behind the chunks that are there, and the sums are made of the summaries.
+Small data are tokenised in the calling process. Larger data are tokenised by a separate process (`python -m
+shardwise.data.tokenise FOLDER`) which continues after training has begun. Each chunk has a summary beside it: a restart
+after a crash resumes behind the existing chunks, and totals are computed from the summaries.
 
-[Note: order] Chunks are given out and taken back in the order of the rows, however many workers there are, so the first
-bad row is the same one every time, and a reader that waits for the next chunk waits as little as can be.
+[Note: order] Chunks are submitted and collected in row order, for any number of workers, so the first bad row is
+always the same one, and a reader that waits for the next chunk waits as little as possible.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ B = TypeVar("B")
 
 @dataclass(frozen=True)
 class Spec:
-    """Everything that one source's tokens follow from, but for the files and the tokenizer."""
+    """Everything the tokens of one source depend on, except its files and the tokenizer."""
 
     field: str
     index: int
@@ -72,18 +72,18 @@ class Spec:
 
     @property
     def trains(self) -> bool:
-        """Whether it is learned from, not only measured by."""
+        """Whether the source is trained on, rather than evaluated."""
         return self.field.startswith("data.train")
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON can carry it."""
+        """Converts it to JSON values."""
         names = ("field", "index", "seed", "share", "vocabulary", "purpose", "labels", "stops")
         plain = {name: getattr(self, name) for name in names}
         return plain | {"source": self.source.model_dump(mode="json"), "data": self.data.model_dump(mode="json")}
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Spec:
-        """What to_json wrote."""
+        """Restores a Spec from `to_json`."""
         parsed: dict[str, Any] = {name: tuple(values[name]) for name in ("labels", "stops")}
         parsed["source"] = Source.model_validate(values["source"])
         parsed["data"] = Data.model_validate(values["data"])
@@ -92,7 +92,7 @@ class Spec:
 
 @dataclass
 class Summary:
-    """What became of a chunk's rows."""
+    """Counts over the rows of one or more chunks."""
 
     rows: int = 0
     documents: int = 0
@@ -106,7 +106,7 @@ class Summary:
     lengths: list[int] = field(default_factory=no_lengths)
 
     def add(self, other: Summary) -> None:
-        """Takes another chunk in."""
+        """Adds the counts of another summary."""
         for name in ("rows", "documents", "tokens", "supervised", "held_out"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         for name in ("longest", "largest_token"):
@@ -117,14 +117,14 @@ class Summary:
 
 
 class RowReader:
-    """Rows of a chunk, understood; lives in each worker."""
+    """Reads and parses the rows of a chunk; one per worker."""
 
     def __init__(self, spec: Spec, detected: Detected, passages: EvalNgrams | None) -> None:
         self.spec, self.detected = spec, detected
         self.rules = RowRules(spec.data.refine, passages)
 
     def examples(self, task: ChunkTask, removed: dict[int, Removal], fates: RowOutcomes) -> tuple[list[Example], int]:
-        """The examples that stay, and how many rows there were."""
+        """Returns the accepted examples and the number of rows read."""
         understood: list[tuple[Raw, Example]] = []
         rows = 0
         for raw in read_chunk(task):
@@ -138,56 +138,59 @@ class RowReader:
                 understood.append((raw, understand(raw, self.detected, self.spec.source)))
             except BadRow as bad:
                 self.bad(bad, fates)
-        kept = []
+        accepted = []
         for (raw, example), verdict in zip(understood, self.rules.judge(understood), strict=True):
             if verdict is None:
-                kept.append(example)
+                accepted.append(example)
             elif isinstance(verdict, BadRow):
                 self.bad(verdict, fates)
             else:
                 fates.add(verdict.fate, raw.where, verdict.reason)
-        return kept, rows
+        return accepted, rows
 
     def bad(self, bad: BadRow, fates: RowOutcomes) -> None:
-        """Notes a row that cannot be used, or ends it all."""
+        """Records a bad row, or raises UserError if `data.on_bad_row` is error."""
         if self.spec.data.on_bad_row == "error":
             raise refusal(bad, self.spec) from None
         fates.add("skipped", bad.where, bad.problem)
 
     def keys(self, task: ChunkTask) -> RowKeys:
-        """What is compared of a chunk's rows to find repeats."""
+        """Keys of a chunk's rows, for finding duplicates."""
         return row_keys(self.examples(task, {}, RowOutcomes())[0], self.spec.data.refine)
 
 
 def refusal(bad: BadRow, spec: Spec) -> UserError:
-    """A bad row as the user's mistake."""
+    """Converts a bad row to a UserError."""
     also = "" if "on_bad_row" in bad.remedy else "; or set data.on_bad_row: skip"
     return UserError(spec.field, bad.where, bad.problem, bad.remedy + also)
 
 
 class ChunkMaker:
-    """Turns one chunk of rows into stored tokens; lives in each worker."""
+    """Tokenises and stores one chunk of rows; one per worker."""
 
     def __init__(self, reader: RowReader, tokenizer: Any, folder: Path) -> None:
-        self.reader, self.tokenizer, self.folder = reader, tokenizer, folder
+        self.reader = reader
+        self.tokenizer = tokenizer
+        self.folder = folder
         self.spec = reader.spec
         spec = self.spec
         self.renderer = Renderer(tokenizer, spec.data.loss_on, spec.field, spec.purpose, spec.labels, spec.stops)
         self._template_checked = self.renderer.rows is not None  # such rows are not rendered by one
 
     def __call__(self, work: tuple[ChunkTask, dict[int, Removal]]) -> Summary:
-        """Stores the chunk and its summary, if they are not there yet; raises UserError for what ends the run."""
+        """Stores the chunk and its summary, unless they exist; raises UserError for errors that end the run."""
         task, removed = work
         if has_chunk(self.folder / "train", task.index):
             return read_summary(self.folder, task.index)[0]
-        summary, fates = Summary(), RowOutcomes()
+        summary = Summary()
+        fates = RowOutcomes()
         examples, summary.rows = self.reader.examples(task, removed, fates)
         if not self._template_checked and any(example.kind in TURNS for example in examples):
             check_template(self.tokenizer, "model.tokenizer", self.spec.stops)
             self._template_checked = True
         plain = {example.number for example in examples if example.kind == "text"}
         train: list[Document] = []
-        held: list[Document] = []
+        evaluation: list[Document] = []
         refused: list[Document] = []
         lengths: list[int] = []
         for document in self.renderer.render(examples):
@@ -198,43 +201,46 @@ class ChunkMaker:
                 fates.add(removal.fate, document.where, removal.reason)
                 continue
             # A source of a single row keeps it for training.
-            out = held if summary.rows > 1 and held_out(document.number, self.spec) else train
+            out = evaluation if summary.rows > 1 and held_out(document.number, self.spec) else train
             if out is train:
                 lengths.append(len(document.tokens))
             if not document.learned.any():
                 fates.add("no supervised token", document.where)
                 continue
             pieces = fit(document, document.number in plain, self.spec, fates, refused, self.renderer)
-            learned = [piece for piece in pieces if piece.learned.any()]
-            out += learned
+            trained = [piece for piece in pieces if piece.learned.any()]
+            out += trained
             noted = [(remark, (1, document.where)) for remark in document.remarks]
-            if empty := len(pieces) - len(learned):
+            if empty := len(pieces) - len(trained):
                 noted.append((EMPTY_PIECE, (empty, document.where)))
             add_remarks(summary.remarks, noted)
         if refused:
             raise _too_long(refused, summary.rows, self.spec)
-        self._count(train, held, lengths, summary)
+        self._count(train, evaluation, lengths, summary)
         summary.fates = Counter({fate: len(rows) for fate, rows in fates.rows.items()})
-        write_chunk(self.folder / "eval", task.index, held)
+        write_chunk(self.folder / "eval", task.index, evaluation)
         _write_summary(self.folder, task.index, summary, fates)
         write_chunk(self.folder / "train", task.index, train)  # last: whoever sees it finds the rest
         return summary
 
-    def _count(self, train: list[Document], held: list[Document], lengths: list[int], summary: Summary) -> None:
-        summary.documents, summary.tokens = len(train), sum(len(d.tokens) for d in train)
+    def _count(self, train: list[Document], evaluation: list[Document], lengths: list[int], summary: Summary) -> None:
+        summary.documents = len(train)
+        summary.tokens = sum(len(d.tokens) for d in train)
         summary.supervised = sum(int(d.learned.sum()) for d in train)
-        summary.held_out, summary.longest = len(held), max(lengths, default=0)
-        summary.largest_token = max((int(d.tokens.max()) for d in train + held), default=0)
+        summary.held_out = len(evaluation)
+        summary.longest = max(lengths, default=0)
+        summary.largest_token = max((int(d.tokens.max()) for d in train + evaluation), default=0)
         add_lengths(summary.lengths, lengths)
 
 
 def fit(
     document: Document, plain: bool, spec: Spec, fates: RowOutcomes, refused: list[Document], renderer: Renderer
 ) -> list[Document]:
-    """The document in pieces that fit into a sequence, as data.over_length says."""
+    """Splits, truncates or drops a document that exceeds the sequence length, as data.over_length says."""
     if renderer.rows is not None:
         return fit_row(document, spec, renderer.rows.special, fates, refused)
-    limit, length = spec.data.sequence_length, len(document.tokens)
+    limit = spec.data.sequence_length
+    length = len(document.tokens)
     if length <= limit:
         return [document]
     policy = spec.data.over_length or ("split" if plain else "error")
@@ -242,11 +248,11 @@ def fit(
         if not plain:
             fates.add("split", document.where, f"{length} tokens")
         # Neighbouring pieces share one token: the last of a piece is the first, unlearned, of the next.
-        pieces = [_cut(document, start, limit) for start in range(0, length - 1, limit - 1)]
+        pieces = [_slice_of(document, start, limit) for start in range(0, length - 1, limit - 1)]
         for piece in pieces:
             piece.learned[:1] = False
         return pieces
-    cut = truncated(document, limit) if spec.purpose == "preference" else _cut(document, 0, limit)
+    cut = truncated(document, limit) if spec.purpose == "preference" else _slice_of(document, 0, limit)
     if policy == "truncate" and cut is not None and cut.learned.any():
         fates.add("truncated", document.where, f"{length} tokens")
         return [cut]
@@ -259,9 +265,9 @@ def fit(
 
 
 def held_out(row: int, spec: Spec) -> bool:
-    """Whether a row is kept for evaluation: one of each 1/share consecutive rows, chosen by the seed.
+    """Whether a row is held out for evaluation: one of each 1/share consecutive rows, chosen by the seed.
 
-    Needs no count of the rows.
+    Does not need the number of rows.
     """
     if not spec.share:
         return False
@@ -270,32 +276,33 @@ def held_out(row: int, spec: Spec) -> bool:
     if row < 2 or block == 0:
         return row == 0  # so that the smallest source has rows on either side
     first, end = math.ceil(block * every - 0.5), math.ceil((block + 1) * every - 0.5)
-    return row == first + _mixed(spec.seed * 1_000_003 + spec.index, block) % (end - first)
+    return row == first + _splitmix(spec.seed * 1_000_003 + spec.index, block) % (end - first)
 
 
-def _mixed(seed: int, number: int) -> int:
-    """A number that looks random, from two (splitmix64)."""
+def _splitmix(seed: int, number: int) -> int:
+    """Pseudo-random number from a seed and a counter (splitmix64)."""
     x = (seed * 0x9E3779B97F4A7C15 + number * 0xD1B54A32D192ED03 + 0x9E3779B97F4A7C15) & (2**64 - 1)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         x = ((x ^ (x >> shift)) * factor) & (2**64 - 1)
     return x ^ (x >> 31)
 
 
-def _cut(document: Document, start: int, length: int) -> Document:
+def _slice_of(document: Document, start: int, length: int) -> Document:
     place = slice(start, start + length)
     return replace(document, tokens=document.tokens[place], learned=document.learned[place].copy())
 
 
 def _too_long(documents: list[Document], rows: int, spec: Spec) -> UserError:
-    first, lengths = documents[0], [len(d.tokens) for d in documents]
+    first = documents[0]
+    lengths = [len(d.tokens) for d in documents]
     problem = f"the row has {lengths[0]} tokens, more than data.sequence_length = {spec.data.sequence_length}"
     if len(lengths) > 1:
         problem += (
             f"; {len(lengths) - 1} more of the {rows} rows read with it are too long, up to {max(lengths)} tokens"
         )
-    whole = (*JUDGED, "seq2seq", "classify")
-    ways = "drop or truncate" if spec.purpose in whole else "drop, truncate or split"
-    remedy = f"raise data.sequence_length to {max(lengths)}, or set data.over_length to {ways}"
+    indivisible = (*JUDGED, "seq2seq", "classify")
+    policies = "drop or truncate" if spec.purpose in indivisible else "drop, truncate or split"
+    remedy = f"raise data.sequence_length to {max(lengths)}, or set data.over_length to {policies}"
     return UserError(spec.field, first.where, problem, remedy)
 
 
@@ -309,7 +316,7 @@ def _write_summary(folder: Path, number: int, summary: Summary, fates: RowOutcom
 
 
 def read_summary(folder: Path, number: int) -> tuple[Summary, list[list[str]]]:
-    """A chunk's summary and the rows that did not go in as they are: fate, place, reason."""
+    """A chunk's summary and the rows that were dropped or changed: fate, location, reason."""
     values = json.loads(_summary_file(folder, number).read_text())
     summary = Summary(**values["summary"])
     summary.fates = Counter(summary.fates)
@@ -324,7 +331,7 @@ def tokenise_source(
     passages: EvalNgrams | None = None,
     removals: Removals | None = None,
 ) -> None:
-    """Makes all chunks of a source that are not there yet, and says so in `done.json`."""
+    """Tokenises all chunks of a source that do not exist yet, and writes `done.json`."""
     for name in ("train", "eval", "summaries"):
         (folder / name).mkdir(parents=True, exist_ok=True)
     started = time.monotonic()
@@ -332,7 +339,8 @@ def tokenise_source(
     check_format(detected, spec.purpose, spec.field, spec.source.path)
     maker = ChunkMaker(RowReader(spec, detected, passages), tokenizer, folder)
     work = ((task, _removed(removals, spec, task)) for task in tasks)
-    total, count = Summary(), 0
+    total = Summary()
+    count = 0
     for summary in in_order(maker, work, workers):
         total.add(summary)
         count += 1
@@ -341,7 +349,7 @@ def tokenise_source(
     _write_fates(folder, count)
     notes = source_notes(spec.source, spec.field)
     if not total.supervised and not total.held_out:
-        raise _nothing_learned(spec, total, folder)
+        raise _no_loss_tokens(spec, total, folder)
     facts = total.__dict__ | {
         "format": detected.format, "reason": ". ".join([detected.reason, *notes]), "columns": detected.columns,
         "seconds": round(time.monotonic() - started, 3),
@@ -357,12 +365,12 @@ def _removed(removals: Removals | None, spec: Spec, task: ChunkTask) -> dict[int
 
 
 def look(spec: Spec) -> tuple[Detected, Iterator[ChunkTask]]:
-    """The format of a source, found in its first rows that can be read, and all its chunks."""
+    """Detects the format of a source from its first readable rows; returns it with all chunks."""
     tasks = chunk_tasks(spec.source, spec.field)
-    seen: list[ChunkTask] = []
+    inspected: list[ChunkTask] = []
     raws: list[Raw] = []
     for task in islice(tasks, LOOK_CHUNKS):
-        seen.append(task)
+        inspected.append(task)
         for raw in read_chunk(task):
             if isinstance(raw, Raw):
                 raws.append(raw)
@@ -373,7 +381,7 @@ def look(spec: Spec) -> tuple[Detected, Iterator[ChunkTask]]:
         if raws:
             break
     if not raws:
-        problem = "none of its first rows can be read" if any(task.rows for task in seen) else "holds no rows"
+        problem = "none of its first rows can be read" if any(task.rows for task in inspected) else "holds no rows"
         raise UserError(spec.field, spec.source.path, problem, "check the file, or leave it out")
     detected = detect(raws, spec.source, spec.field, spec.purpose)
     if rules := RowRules(spec.data.refine).filter:
@@ -381,14 +389,14 @@ def look(spec: Spec) -> tuple[Detected, Iterator[ChunkTask]]:
         if missing:
             reason = f"{detected.reason}; it has no {', '.join(missing)}, which data.refine.filter takes for None"
             detected = replace(detected, reason=reason)
-    return detected, chain(seen, tasks)
+    return detected, chain(inspected, tasks)
 
 
-def _nothing_learned(spec: Spec, total: Summary, folder: Path) -> UserError:
-    """With the reason of the first row of the commonest fate: that is mostly the reason of all."""
-    said = ", ".join(f"{count} {fate}" for fate, count in total.fates.most_common()) or "they are empty"
+def _no_loss_tokens(spec: Spec, total: Summary, folder: Path) -> UserError:
+    """UserError for a source without loss tokens, with the first row of the most common fate."""
+    listed = ", ".join(f"{count} {fate}" for fate, count in total.fates.most_common()) or "they are empty"
     few = "its only row has no" if total.rows == 1 else f"none of its {total.rows} rows has a"
-    problem = f"{few} token to learn ({said})"
+    problem = f"{few} token to learn ({listed})"
     if not total.fates:
         return UserError(spec.field, spec.source.path, problem, "check the file, or leave the source out")
     fate = total.fates.most_common(1)[0][0]
@@ -399,7 +407,7 @@ def _nothing_learned(spec: Spec, total: Summary, folder: Path) -> UserError:
 
 
 def check_largest(largest: int, vocabulary: int) -> None:
-    """Every token must have an embedding; a tokenizer may know more words than the model, if the data use none."""
+    """Raises UserError if a token has no embedding; unused tokens beyond the model's vocabulary are fine."""
     if largest >= vocabulary:
         problem = f"the data have token {largest}, the model knows {vocabulary} (0 to {vocabulary - 1})"
         remedy = "use the model's own tokenizer, or for a model from scratch raise model.config.vocab_size"
@@ -407,17 +415,17 @@ def check_largest(largest: int, vocabulary: int) -> None:
 
 
 def in_order(function: Callable[[A], B], items: Iterator[A], workers: int) -> Iterator[B]:
-    """The function's results in the order of the items, computed by worker processes."""
+    """Yields the function's results in the order of the items, computed by worker processes."""
     if workers <= 1:
         yield from map(function, items)
         return
     # Forked, the workers have the tokenizer at once and share its memory.
     context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
-    with ProcessPoolExecutor(workers, context, initializer=_be_worker, initargs=(function,)) as pool:
+    with ProcessPoolExecutor(workers, context, initializer=_init_worker, initargs=(function,)) as pool:
         waiting: deque[Future[B]] = deque()
         try:
             for item in items:
-                waiting.append(pool.submit(_work, item))
+                waiting.append(pool.submit(_call_function, item))
                 if len(waiting) > AHEAD * workers:
                     yield waiting.popleft().result()
             while waiting:
@@ -430,7 +438,7 @@ def in_order(function: Callable[[A], B], items: Iterator[A], workers: int) -> It
 _FUNCTION: list[Callable[[Any], Any]] = []  # of this worker process: a pool has no other place for it
 
 
-def _be_worker(function: Callable[[Any], Any]) -> None:
+def _init_worker(function: Callable[[Any], Any]) -> None:
     import signal
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends the workers
@@ -439,12 +447,12 @@ def _be_worker(function: Callable[[Any], Any]) -> None:
     _FUNCTION.append(function)
 
 
-def _work(item: Any) -> Any:
+def _call_function(item: Any) -> Any:
     return _FUNCTION[0](item)
 
 
 def _write_fates(folder: Path, chunks: int) -> None:
-    """One file of all rows that did not go in as they are."""
+    """Writes one file of all rows that were dropped or changed."""
     with (folder / "fates.jsonl").open("w", encoding="utf-8") as out:
         for number in range(chunks):
             for fate, where, reason in read_summary(folder, number)[1]:
@@ -452,35 +460,35 @@ def _write_fates(folder: Path, chunks: int) -> None:
 
 
 def source_bytes(spec: Spec) -> float:
-    """Bytes of a source's files; a dataset of the hub counts as larger than any."""
+    """Size of a source's files in bytes; a dataset of the hub counts as infinite."""
     files = source_files(spec.source, spec.field)
     return sum(file.stat().st_size for file in files) if files else math.inf
 
 
 def make_sources(specs: list[Spec], folders: list[Path], tokenizer: Any, workers: int) -> None:
-    """Makes what is missing of several sources, in order."""
+    """Tokenises what is missing of several sources, in order."""
     missing = [(s, f) for s, f in zip(specs, folders, strict=True) if not (f / "train/done.json").is_file()]
     # The small ones first: a run that need not wait for all waits for the first windows of each.
     missing.sort(key=lambda item: source_bytes(item[0]))
     for _, folder in missing:
         (folder / "train/failed.json").unlink(missing_ok=True)
     name = f"refine-{folders[0].name}-"  # see _sweep of prepare.py
-    with tempfile.TemporaryDirectory(prefix=name, dir=_made(folders[0].parent)) as work:
+    with tempfile.TemporaryDirectory(prefix=name, dir=_make_folder(folders[0].parent)) as work:
         passages = removals = None
         if any(spec.trains for spec, _ in missing):
-            passages = _passages(specs, Path(work))
-            removals = _repeats(specs, passages, workers, Path(work))
+            passages = _eval_ngrams(specs, Path(work))
+            removals = _find_duplicates(specs, passages, workers, Path(work))
         for spec, folder in missing:
             tokenise_source(spec, tokenizer, folder, workers, passages if spec.trains else None, removals)
 
 
-def _made(folder: Path) -> Path:
+def _make_folder(folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     return folder
 
 
-def _passages(specs: list[Spec], work: Path) -> EvalNgrams | None:
-    """The passages that training rows must not have: those of the eval sources."""
+def _eval_ngrams(specs: list[Spec], work: Path) -> EvalNgrams | None:
+    """N-grams of the evaluation sources, which training rows must not contain."""
     words = specs[0].data.refine.decontaminate
     if not words:
         return None
@@ -496,11 +504,11 @@ def _passages(specs: list[Spec], work: Path) -> EvalNgrams | None:
     return EvalNgrams.from_examples(examples(), words, work / "passages")
 
 
-def _repeats(specs: list[Spec], passages: EvalNgrams | None, workers: int, work: Path) -> Removals | None:
-    """The rows of the training sources that repeat others."""
+def _find_duplicates(specs: list[Spec], passages: EvalNgrams | None, workers: int, work: Path) -> Removals | None:
+    """Duplicate rows of the training sources."""
     if specs[0].data.refine.duplicates == "keep":
         return None
-    finder = DuplicateFinder(specs[0].data.refine, _made(work / "repeats"))
+    finder = DuplicateFinder(specs[0].data.refine, _make_folder(work / "repeats"))
     for spec in specs:
         if spec.trains:
             detected, tasks = look(spec)
@@ -510,14 +518,15 @@ def _repeats(specs: list[Spec], passages: EvalNgrams | None, workers: int, work:
 
 
 def main(plan: Path) -> None:
-    """The process of its own: makes what the plan lists, and dies with the one that asked for it."""
+    """Entry point of the tokenising process: builds what the plan lists, and exits with its parent."""
     from filelock import FileLock
     from transformers import AutoTokenizer
 
     values = json.loads(plan.read_text())
     _die_with(values["parent"])
     os.nice(5)  # training comes first
-    specs, folders = [Spec.from_json(v) for v in values["specs"]], [Path(f) for f in values["folders"]]
+    specs = [Spec.from_json(v) for v in values["specs"]]
+    folders = [Path(f) for f in values["folders"]]
     tokenizer = AutoTokenizer.from_pretrained(values["tokenizer"], trust_remote_code=False)
     with FileLock(values["lock"]):
         try:

@@ -1,20 +1,21 @@
-"""Where an answer ends: everything the model must produce to end its turn, and nothing of the next turn.
+"""Determines where an answer ends: everything the model must produce to end its turn, and nothing of the next turn.
 
 [Note: end of turn] Texts that the template itself writes around sentinels decide:
   last     what follows the answer if it is the last message and no further answer is asked for
-  gaps     what stands between the answer and the content of a next message, by the role of that message
-  opening  what stands before the first message of a conversation, where nothing is there to be ended yet
-What `last` and a gap agree on ends the turn, up to and with the last whole marker in it; blanks behind that are not
-trained on. A marker that opens turns is never part of it, and neither is plain text that may belong to the next turn.
+  gaps     text between the answer and the content of a next message, by the role of that message
+  opening  text before the first message of a conversation, where there is no turn to end yet
+What `last` and a gap have in common ends the turn, up to and including the last complete marker in it; blanks behind
+that are not trained on. A marker that opens turns is never part of it, and neither is plain text that may belong to the
+next turn.
 
-Where they agree on nothing, the answer has an end of its own at this place or none:
-  - another end (gpt-oss returns, but ends answers that others follow): what ends messages of other roles and stands in
+Where they have nothing in common, the answer has its own end at this position or none:
+  - another end (gpt-oss returns, but ends answers that others follow): what ends messages of other roles and is in
     every gap;
   - the last answer is left open: what the gap has before the opening of the next turn;
-  - only the marker of the next role parts the turns (GLM): no end, unless the model's generation config lists it among
-    the tokens that generation stops at; then the model itself has to produce it;
+  - only the marker of the next role separates the turns (GLM): no end, unless the model's generation config lists it
+    among the stop tokens; then the model itself has to produce it;
   - the end is written once, behind the last answer: earlier ones are trained on without an end.
-A template that ends the last answer with no marker at all is refused: a model would not be taught to stop.
+A template that ends the last answer with no marker at all is rejected: a model would not be taught to stop.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class End:
-    """What ends an answer at one place; `added` is text that the template leaves out behind the last answer."""
+    """What ends an answer at one position; `added` is text that the template omits behind the last answer."""
 
     text: str = ""
     added: str = ""
@@ -38,7 +39,7 @@ class Opening:
     """How turns open and close, seen on a conversation of sentinels.
 
     seen      markers that open turns; those of them that never close one are `markers`
-    user      what stands before a user's content at the beginning of a conversation and after an answer alike
+    user      text before a user's content that is the same at the beginning of a conversation and after an answer
     closings  what ends messages of other roles, if they are the last
     """
 
@@ -50,14 +51,14 @@ class Opening:
 
 @dataclass(frozen=True)
 class Around:
-    """What a template writes behind one answer: if it is the last message, and before a next one of each role."""
+    """Text that a template writes behind one answer: as the last message, and before a next one of each role."""
 
     last: str | None
     gaps: Mapping[str, str] = field(default_factory=dict)
 
 
 class Markers:
-    """The special and added tokens of a tokenizer, as they are found in text."""
+    """The special and added tokens of a tokenizer, as found in text."""
 
     def __init__(self, tokenizer: Any, stops: Iterable[str] = ()) -> None:
         self.words = {t.content for t in tokenizer.added_tokens_decoder.values() if t.special}
@@ -68,54 +69,57 @@ class Markers:
         self.stops = frozenset(stops) | ({tokenizer.eos_token} if tokenizer.eos_token else frozenset())
 
     def inside(self, text: str) -> list[str]:
-        """The markers of a text, in order."""
+        """Markers in a text, in order."""
         return self.all.findall(text)
 
     def leading(self, text: str) -> list[str]:
-        """The markers at the beginning of a text, before anything else."""
-        found, at = [], 0
+        """Markers at the beginning of a text, before anything else."""
+        markers, at = [], 0
         while mark := self.all.match(text, at):
-            found.append(mark[0])
+            markers.append(mark[0])
             at = mark.end()
-        return found
+        return markers
 
     def cut(self, text: str, place: int, pattern: re.Pattern[str] | None = None) -> int:
-        """The place, or where the marker begins that it lies inside of."""
-        found = (pattern or self.all).finditer(text)
-        return next((m.start() for m in found if m.start() < place < m.end()), place)
+        """The position, or the beginning of the marker that contains it."""
+        matches = (pattern or self.all).finditer(text)
+        return next((m.start() for m in matches if m.start() < place < m.end()), place)
 
-    def alike(self, one: str, other: str, pattern: re.Pattern[str] | None = None) -> int:
-        """How many characters two texts begin with alike, none of them of a marker that they do not share."""
-        place = alike(one, other)
-        return min(self.cut(one, place, pattern), self.cut(other, place, pattern))
+    def alike(self, first: str, second: str, pattern: re.Pattern[str] | None = None) -> int:
+        """Length of the common prefix of two texts, not ending inside a marker."""
+        place = alike(first, second)
+        return min(self.cut(first, place, pattern), self.cut(second, place, pattern))
 
     def split_last(self, text: str) -> tuple[str, str]:
-        """The last marker of a text, and what stands behind it."""
+        """The last marker of a text, and the text behind it."""
         last = next(reversed(list(self.all.finditer(text))), None)
         return (last[0], text[last.end() :]) if last else ("", text)
 
     def through_last(self, text: str) -> str:
-        """The text up to and with its last marker; nothing if it has none."""
+        """The text up to and including its last marker; empty if it has none."""
         return text[: max((m.end() for m in self.all.finditer(text)), default=0)]
 
 
 def any_of(words: set[str]) -> re.Pattern[str]:
-    """Matches any of the words, the longest where several begin at the same place; nothing if there are none."""
+    """Pattern that matches any of the words, the longest first; matches nothing if there are none."""
     solid = sorted((w for w in words if w.strip()), key=len, reverse=True)
     return re.compile("|".join(map(re.escape, solid)) or "(?!)")
 
 
-def alike(one: str, other: str) -> int:
-    """How many characters two texts begin with alike."""
-    low, high = 0, min(len(one), len(other))
+def alike(first: str, second: str) -> int:
+    """Length of the common prefix of two texts."""
+    low, high = 0, min(len(first), len(second))
     while low < high:
         middle = (low + high + 1) // 2
-        low, high = (middle, high) if one[low:middle] == other[low:middle] else (low, middle - 1)
+        low, high = (middle, high) if first[low:middle] == second[low:middle] else (low, middle - 1)
     return low
 
 
 def find_opening(markers: Markers, before: Mapping[str, str], gap: str, closings: Iterable[str]) -> Opening:
-    """`before`: what stands before the first message by its role; `gap`: what stands between an answer and a user."""
+    """How turns open, from the texts around sentinels.
+
+    `before`: text before the first message by its role; `gap`: text between an answer and a user's message.
+    """
     first = next((before[role] for role in ("system", "user") if before.get(role, "").strip()), "")
     user = before.get("user", "")
     opening = set(markers.leading(first))
@@ -130,10 +134,10 @@ def find_opening(markers: Markers, before: Mapping[str, str], gap: str, closings
 def find_end(
     markers: Markers, opening: Opening, around: Around, role: str | None, calls: str = "", known: Iterable[str] = ()
 ) -> End | None:
-    """The end of an answer before a message of this role (None: of the last one); None if there is none.
+    """The end of an answer before a message of this role (None: of the last answer); None if there is none.
 
-    `calls` is what was written of tool calls: the marker that closes those does not end the turn. `known` are markers
-    that end answers without calls.
+    `calls` is the text of its tool calls: the marker that closes those does not end the turn. `known` are markers that
+    end answers without calls.
     """
     ends = _Ends(markers, opening, around, calls, markers.stops.union(known))
     return ends.at_last() if role is None else End(ends.before(role))
@@ -141,15 +145,18 @@ def find_end(
 
 class _Ends:
     def __init__(self, markers: Markers, opening: Opening, around: Around, calls: str, known: frozenset[str]) -> None:
-        self.markers, self.opening, self.calls, self.known = markers, opening, calls, known
+        self.markers = markers
+        self.opening = opening
+        self.calls = calls
+        self.known = known
         self.last = (around.last or "").lstrip()
         self.gaps = {role: gap.lstrip() for role, gap in around.gaps.items()}
 
     def before(self, role: str) -> str:
         gap = self.gaps[role]
-        for found in self._candidates(gap):
-            if self._ends(found):
-                return found
+        for candidate in self._candidates(gap):
+            if self._ends(candidate):
+                return candidate
         plain = self._agreed(self.last, gap)
         return "" if self.calls else plain
 
@@ -168,9 +175,9 @@ class _Ends:
         yield self._agreed(self.last, gap)
         if len(self.gaps) > 1:
             for closing in self.opening.closings:
-                found = self._agreed(closing.lstrip(), gap)
-                if found and all(other.startswith(found) for other in self.gaps.values()):
-                    yield found
+                candidate = self._agreed(closing.lstrip(), gap)
+                if candidate and all(other.startswith(candidate) for other in self.gaps.values()):
+                    yield candidate
         yield self._through_stop(gap)
         if not self._ends(self.markers.through_last(self._unopened(self.last))):
             yield self._before_opening(gap)
@@ -191,7 +198,7 @@ class _Ends:
         return text[: next(opened, len(text))]
 
     def _through_stop(self, gap: str) -> str:
-        """What is written up to and with a token that generation stops at, if nothing but it parts the turns."""
+        """The text up to and including a stop token, if nothing else separates the turns."""
         for mark in self.markers.all.finditer(gap):
             if mark[0] in self.markers.stops:
                 return gap[: mark.end()]
@@ -200,14 +207,14 @@ class _Ends:
         return ""
 
     def _before_opening(self, gap: str) -> str:
-        """What a gap has before the next turn, if how that opens is known for sure."""
+        """The part of a gap before the next turn, if it is known for certain how that opens."""
         opening = self.opening.user
         if not opening.strip() or not gap.endswith(opening):
             return ""
         return self.markers.through_last(self._unopened(gap[: len(gap) - len(opening)]))
 
     def _ends(self, text: str) -> bool:
-        """Whether a turn can end with this text: it has a marker, and not just one that closes tool calls."""
+        """Whether a turn can end with this text: it has a marker other than one that closes tool calls."""
         marks = self.markers.inside(text)
         if not self.calls:
             return bool(marks)
@@ -216,16 +223,16 @@ class _Ends:
 
 
 def _core(marker: str) -> str:
-    """The words of a marker without what tells the first of a pair from the second."""
+    """The words of a marker without what distinguishes the opening from the closing one of a pair."""
     words = re.findall(r"[^\W\d_]+", marker.lower())
     return "".join(w for w in words if w not in ("begin", "end", "start", "stop", "close", "open"))
 
 
-def _common_end(markers: Markers, one: str, other: str) -> str:
-    """What two texts end with alike, from a whole marker or word on."""
-    length = alike(one[::-1], other[::-1])
-    for text in (one, other):
+def _common_end(markers: Markers, first: str, second: str) -> str:
+    """The common suffix of two texts, from a complete marker or word on."""
+    length = alike(first[::-1], second[::-1])
+    for text in (first, second):
         place = len(text) - length
         inside = next((m.end() for m in markers.all.finditer(text) if m.start() < place < m.end()), place)
         length = len(text) - inside
-    return other[len(other) - length :]
+    return second[len(second) - length :]

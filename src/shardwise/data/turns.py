@@ -1,4 +1,4 @@
-"""Finds the answers in one rendered conversation; see [Note: assistant mask] in template.py."""
+"""Locates the answers in one rendered conversation; see [Note: assistant mask] in template.py."""
 
 from __future__ import annotations
 
@@ -20,19 +20,21 @@ THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # fields
 LEADING_TAGS = re.compile(r"\A(<[^<>]{1,40}>)+")
 ROLES = ("user", "assistant", "tool", "system")  # of a message that may follow an answer
 # Settings with which templates ask for an answer in another way: finished answers may stand behind either.
-WAYS: tuple[dict[str, Any], ...] = ({}, {"enable_thinking": False}, {"thinking": False})
+TEMPLATE_OPTIONS: tuple[dict[str, Any], ...] = ({}, {"enable_thinking": False}, {"thinking": False})
 
 
 class RowFault(Exception):
-    """A conversation that cannot be trained on; `message` is the one to blame, counted from 0."""
+    """A conversation that cannot be trained on; `message` is the index of the message at fault."""
 
     def __init__(self, problem: str, remedy: str, message: int | None = None) -> None:
         super().__init__(problem)
-        self.problem, self.remedy, self.message = problem, remedy, message
+        self.problem = problem
+        self.remedy = remedy
+        self.message = message
 
 
 class TemplateFault(Exception):
-    """A template that leaves open what the assistant said."""
+    """A template that does not show what the assistant said."""
 
     def __init__(self, problem: str, remedy: str) -> None:
         super().__init__(problem)
@@ -41,7 +43,7 @@ class TemplateFault(Exception):
 
 @dataclass(frozen=True)
 class Mask:
-    """The text that is tokenised, the places in it that are trained on, and what is unusual about them."""
+    """The text to tokenise, the spans to train on, and notes about them."""
 
     text: str
     spans: list[Span]
@@ -49,10 +51,13 @@ class Mask:
 
 
 class Turns:
-    """The places of one conversation."""
+    """Locates the spans of one conversation."""
 
     def __init__(self, template: ChatTemplate, text: str, messages: list[Message], tools: list[Any]) -> None:
-        self.template, self.text, self.messages, self.tools = template, text, messages, tools
+        self.template = template
+        self.text = text
+        self.messages = messages
+        self.tools = tools
         *self.stamps, self.next = stamps(text, len(messages) + 1)
         self.ends: dict[int, int] = {}  # message → where its content ends
         self.inside: dict[int, bool] = {}  # whether its stamp stood before the blanks at its end, or behind them
@@ -60,25 +65,25 @@ class Turns:
         self.added = ""
         self.notes: dict[str, None] = {}
 
-    def mask(self, wanted: tuple[int, ...]) -> Mask:
-        """The places of the wanted messages."""
+    def mask(self, trained: tuple[int, ...]) -> Mask:
+        """Returns the spans of the `trained` messages."""
         self.template.manner()  # a fault of the template goes before one of the row
         try:
-            return self._mask(wanted)
+            return self._mask(trained)
         except TemplateFault as fault:
             if self.tools or any(m.get("tool_calls") or m["role"] == "tool" for m in self.messages):
                 raise RowFault(fault.problem, fault.remedy) from None  # other rows may have none
             raise
 
-    def _mask(self, wanted: tuple[int, ...]) -> Mask:
-        self._find_ends(wanted)
-        spans = [self._answer(i) if self.messages[i]["role"] == "assistant" else self._other(i) for i in wanted]
-        for index, span in zip(wanted, spans, strict=True):
+    def _mask(self, trained: tuple[int, ...]) -> Mask:
+        self._find_ends(trained)
+        spans = [self._answer(i) if self.messages[i]["role"] == "assistant" else self._other(i) for i in trained]
+        for index, span in zip(trained, spans, strict=True):
             self._check_others(index, span)
         return Mask(self.text + self.added, spans, tuple(self.notes))
 
     def _check_others(self, index: int, span: Span) -> None:
-        """What somebody else said must not stand within an answer."""
+        """Raises if another role's content lies within an answer."""
         if any(span[0] < place <= span[1] for i, place in self.ends.items() if i != index):
             raise rewrites_turns()
 
@@ -87,20 +92,20 @@ class Turns:
         if message.get("tool_calls"):
             return self._calls(index)
         if index not in self.ends:
-            raise self._lost(index)
+            raise self._missing_end_fault(index)
         place = self.ends[index]
-        begin = self._begin(index, place - len(said(message)), place)
+        begin = self._begin(index, place - len(content_text(message)), place)
         if not _same_words(self.text[begin:place], message["content"]):
             raise _other_words(index)
         self._check_one_turn(index, begin, place)
-        self.words[index] = max(begin, place - len(said(message))), place
+        self.words[index] = max(begin, place - len(content_text(message))), place
         end = self._end(index, place)
         return (begin, end) if end > place or self.text[begin:end].strip() else (begin, begin)
 
     def _calls(self, index: int) -> Span:
-        place = len(self.text) - len(self._behind_calls(self.messages, index, None))
+        place = len(self.text) - len(self._text_behind_calls(self.messages, index, None))
         begin = self._begin(index, place, place)
-        if said(self.messages[index]):
+        if content_text(self.messages[index]):
             if self._find_end(index) is None:
                 problem = "the chat template leaves out the content of a message with tool calls"
                 raise RowFault(problem, "put it in a message of its own, or use another template", index)
@@ -112,10 +117,11 @@ class Turns:
         return begin, self._end(index, place, self.text[begin:place])
 
     def _other(self, index: int) -> Span:
-        """A message that is not the assistant's: its content, and the end of turn if it is that of answers."""
+        """Span of a message that is not the assistant's: its content, and the end of turn if answers have the same."""
         if index not in self.ends:
-            raise self._lost(index)
-        place, words = self.ends[index], said(self.messages[index])
+            raise self._missing_end_fault(index)
+        place = self.ends[index]
+        words = content_text(self.messages[index])
         if not self.text[:place].rstrip().endswith(words):
             raise _other_words(index)
         begin = len(self.text[:place].rstrip()) - len(words)
@@ -126,41 +132,45 @@ class Turns:
 
     # --- ends of contents --------------------------------------------------------------------------------------------
 
-    def _find_ends(self, wanted: tuple[int, ...]) -> None:
+    def _find_ends(self, trained: tuple[int, ...]) -> None:
         # A stamp in an empty content may change what the template does: only where it is needed.
-        everyone = {i for i, m in enumerate(self.messages) if said(m) or (i in wanted and not m.get("tool_calls"))}
-        needed = {i for i in wanted if not self.messages[i].get("tool_calls")}
+        spoken = {
+            i for i, m in enumerate(self.messages) if content_text(m) or (i in trained and not m.get("tool_calls"))
+        }
+        needed = {i for i in trained if not self.messages[i].get("tool_calls")}
         for inside in (True, False):
-            if (found := self._stamped(everyone, inside)) and needed <= found.keys():
-                self._note_ends(found, inside)
+            if (ends := self._stamped(spoken, inside)) and needed <= ends.keys():
+                self._note_ends(ends, inside)
                 return
-        for index in everyone:  # together they change the rendering; each alone may not
+        for index in spoken:  # together they change the rendering; each alone may not
             self._find_end(index)
 
     def _find_end(self, index: int) -> int | None:
-        """Where the content of one message ends, found with a stamp in it alone if it is not known yet."""
+        """End of one message's content, found with a stamp in it alone if not known yet."""
         for inside in (True, False):
             if index not in self.ends:
                 self._note_ends(self._stamped({index}, inside), inside)
         return self.ends.get(index)
 
-    def _note_ends(self, found: dict[int, int], inside: bool) -> None:
-        self.ends |= found
-        self.inside |= dict.fromkeys(found, inside)
+    def _note_ends(self, ends: dict[int, int], inside: bool) -> None:
+        self.ends |= ends
+        self.inside |= dict.fromkeys(ends, inside)
 
     def _stamped(self, which: Iterable[int], inside: bool) -> dict[int, int]:
-        """Where the contents of these messages end; nothing if the stamps change more than they add."""
+        """Ends of these messages' contents; empty if the stamps change more than they add."""
         try:
             marked = self._render(self._stamp(self.messages, which, inside))
         except RowFault:
             return {}
         places = sorted((marked.find(self.stamps[i]), i) for i in which if self.stamps[i] in marked)
-        found, bare, at = {}, [], 0
+        ends = {}
+        bare = []
+        at = 0
         for place, index in places:
             bare.append(marked[at:place])
-            found[index] = sum(map(len, bare))
+            ends[index] = sum(map(len, bare))
             at = place + len(self.stamps[index])
-        return found if "".join([*bare, marked[at:]]) == self.text else {}
+        return ends if "".join([*bare, marked[at:]]) == self.text else {}
 
     def _stamp(self, messages: list[Message], which: Iterable[int], inside: bool) -> list[Message]:
         stamped = list(messages)
@@ -170,9 +180,9 @@ class Turns:
             stamped[index] = messages[index] | {"content": content[:end] + self.stamps[index] + content[end:]}
         return stamped
 
-    def _lost(self, index: int) -> Exception:
-        """Why an answer's end is not there: words are cut or changed, or only so once more turns follow."""
-        if not said(self.messages[index]):
+    def _missing_end_fault(self, index: int) -> Exception:
+        """The error for an answer whose end is not found: text is cut or changed, possibly only in earlier turns."""
+        if not content_text(self.messages[index]):
             problem = "the chat template writes an empty message otherwise than one with words"
             return RowFault(problem, "give it some words, or delete the row", index)
         cut = self.messages[: index + 1]
@@ -184,20 +194,20 @@ class Turns:
     # --- beginning ---------------------------------------------------------------------------------------------------
 
     def _begin(self, index: int, words: int, limit: int) -> int:
-        """Behind what asks for this answer, whose own words begin here, if they are all written, and end at `limit`."""
+        """Beginning of an answer, behind its generation prompt; `words` is where its content begins."""
         if index == 0:
             remedy = 'begin with a user or system message, or give this one "weight": 0, so that it is not trained on'
             raise RowFault("the conversation begins with the assistant", remedy)
         manner = self.template.manner()
-        for way in WAYS:
-            for place, prompt in self._prompts(index, manner, way):
+        for options in TEMPLATE_OPTIONS:
+            for place, prompt in self._prompts(index, manner, options):
                 for forced in ("", *manner.forced):
                     end = place + len(prompt) - len(forced)
                     fits = prompt.endswith(forced) and self.text.startswith(prompt[: end - place], place)
                     if end <= limit and fits and not manner.opens(self.text[end:words]):
                         return end
         for place, prompt in self._prompts(index, manner, {}):
-            for find in (self._parted, self._but_for_blanks) if place else ():
+            for find in (self._tag_boundary, self._ignoring_blanks) if place else ():
                 if (behind := find(index, place, prompt, words)) is not None:
                     return behind
         if self.messages[index - 1]["role"] == "assistant":
@@ -205,58 +215,59 @@ class Turns:
             raise RowFault(problem, "join the two, or put a user message between them", index)
         raise rewrites_turns()
 
-    def _parted(self, index: int, place: int, prompt: str, words: int) -> int | None:
-        """Where a prompt and what stands before an answer part, if only in tags (`<think>`, `<|START_RESPONSE|>`)."""
-        markers, manner = self.template.markers, self.template.manner()
+    def _tag_boundary(self, index: int, place: int, prompt: str, words: int) -> int | None:
+        """Where a prompt and the text before an answer differ, if only in tags (`<think>`, `<|START_RESPONSE|>`)."""
+        markers = self.template.markers
+        manner = self.template.manner()
         written = self.text[place : max(place, words)]
         shared = markers.alike(prompt, written, markers.tags)
         lead = written[shared:]
-        named = manner.names_assistant(markers, prompt[:shared])
-        return place + shared if named and lead.strip() and self._is_tags(index, lead) else None
+        addressed = manner.names_assistant(markers, prompt[:shared])
+        return place + shared if addressed and lead.strip() and self._is_tags(index, lead) else None
 
-    def _but_for_blanks(self, index: int, place: int, prompt: str, words: int) -> int | None:
-        """Behind a prompt that stands there with other blanks."""
+    def _ignoring_blanks(self, index: int, place: int, prompt: str, words: int) -> int | None:
+        """End of a prompt that is rendered with different blanks."""
         pattern = r"\s*".join(map(re.escape, "".join(prompt.split())))
-        found = re.compile(rf"\s*{pattern}").match(self.text, place, words)
-        if found is None or self.template.manner().opens(self.text[found.end() : words]):
+        match = re.compile(rf"\s*{pattern}").match(self.text, place, words)
+        if match is None or self.template.manner().opens(self.text[match.end() : words]):
             return None
         blanks = prompt[len(prompt.rstrip()) :]
-        return found.end() + (len(blanks) if self.text[found.end() : words].startswith(blanks) else 0)
+        return match.end() + (len(blanks) if self.text[match.end() : words].startswith(blanks) else 0)
 
     def _is_tags(self, index: int, lead: str) -> bool:
-        """Whether there is nothing in a text before an answer but tags and the answer's own thoughts."""
+        """Whether the text before an answer is only tags and the answer's own reasoning."""
         for thought in (self.messages[index].get(field) for field in THOUGHTS):
             lead = lead.replace(thought.strip(), "") if isinstance(thought, str) else lead
         return not self.template.markers.tags.sub("", lead).strip() and not self.template.manner().opens(lead)
 
-    def _prompts(self, index: int, manner: TemplateStyle, way: dict[str, Any]) -> Iterator[tuple[int, str]]:
-        """What asks for an answer, and where it stands: all of it, or as earlier turns may be rewritten, its end."""
+    def _prompts(self, index: int, manner: TemplateStyle, options: dict[str, Any]) -> Iterator[tuple[int, str]]:
+        """Yields generation prompts and their positions: the full one, then its end (earlier turns may change)."""
         before = self.messages[:index]
-        for asked, header in ((True, manner.header), (False, manner.added)):
-            if not asked and (way or not header):
+        for prompted, header in ((True, manner.header), (False, manner.added)):
+            if not prompted and (options or not header):
                 continue  # some templates ask for no answer here, and write its header all the same
-            yield 0, self._render(before, asked, way) + header
+            yield 0, self._render(before, prompted, options) + header
             for near in range(index - 1, max(index - 3, -1), -1):
                 if (place := self._find_end(near)) is not None:
                     stamped = self._stamp(before, {near}, self.inside[near])
-                    prompt = self._render(stamped, asked, way).partition(self.stamps[near])[2] + header
+                    prompt = self._render(stamped, prompted, options).partition(self.stamps[near])[2] + header
                     if prompt:
                         yield place, prompt
 
     def _check_one_turn(self, index: int, begin: int, place: int) -> None:
-        """Some templates write one message as several turns: what asks for the second would be trained on."""
+        """Raises if the template renders one message as several turns, whose headers would be trained on."""
         ends = self.template.manner().stops
         if any(mark in ends for mark in self.template.markers.inside(self.text[begin:place])):
-            raise self._several(index)
+            raise self._several_turns_fault(index)
 
-    def _several(self, index: int) -> RowFault:
+    def _several_turns_fault(self, index: int) -> RowFault:
         problem = "the chat template writes this message as several turns"
         return RowFault(problem, "make a message of each of its parts, or use another template", index)
 
     # --- end ---------------------------------------------------------------------------------------------------------
 
     def _end(self, index: int, place: int, calls: str = "") -> int:
-        """Behind what ends the answer whose words end at `place`."""
+        """End of turn of the answer whose content ends at `place`."""
         rest = self.text[place:]
         blank = len(rest) - len(rest.lstrip())
         following = self._following(index, place)
@@ -269,7 +280,7 @@ class Turns:
             if end is None or (calls and not end.text):
                 raise no_end()
             if any(header.strip() in end.text for header in manner.headers()):
-                raise self._several(index)
+                raise self._several_turns_fault(index)
             written = end.text.removesuffix(end.added)
             if not rest.startswith(written, blank) or (end.added and rest[blank + len(written) :].strip()):
                 raise rewrites_turns()
@@ -281,12 +292,12 @@ class Turns:
         return place + blank + len(end.text) if end.text else place
 
     def _following(self, index: int, place: int) -> Message | None:
-        """The message whose words come next; a template may move a system message to the front."""
+        """The message rendered next; a template may move a system message to the front."""
         for number, message in enumerate(self.messages[index + 1 :], index + 1):
-            found = self._find_end(number) if said(message) else None
-            if found is None and self._is_dropped(number):
+            end = self._find_end(number) if content_text(message) else None
+            if end is None and self._is_dropped(number):
                 continue
-            if found is None or found > place:
+            if end is None or end > place:
                 return message
         return None
 
@@ -311,69 +322,71 @@ class Turns:
             self.notes[END_ADDED + end.text.strip()] = None
 
     def _around(self, index: int, place: int, following: Message | None, calls: bool) -> Around:
-        context, gaps = self.messages[: index + 1], {}
+        context = self.messages[: index + 1]
+        gaps = {}
         for role in ROLES:
             probe: Message = {"role": role, "content": self.next}
             if following is not None and role == following["role"]:
                 probe = {k: v for k, v in following.items() if k != "tool_calls"} | probe
             elif role == "tool" and calls:
                 probe |= {"tool_call_id": str(context[-1]["tool_calls"][0].get("id", "")), "name": "name"}
-            if (gap := self._behind(context, index, probe, calls)) is not None:
+            if (gap := self._text_behind(context, index, probe, calls)) is not None:
                 gaps[role] = gap
         if following is not None and following["role"] not in gaps:
             # The template refuses it as the last message: what stands before its words.
             at = self._find_end(self.messages.index(following))
             if at is None:
                 raise rewrites_turns()
-            gaps[str(following["role"])] = self.text[place : at - len(said(following))]
-        return Around(self._behind(context, index, None, calls), gaps)
+            gaps[str(following["role"])] = self.text[place : at - len(content_text(following))]
+        return Around(self._text_behind(context, index, None, calls), gaps)
 
-    def _behind(self, context: list[Message], index: int, following: Message | None, calls: bool) -> str | None:
-        """What is written behind an answer, up to the content of the message that follows."""
+    def _text_behind(self, context: list[Message], index: int, following: Message | None, calls: bool) -> str | None:
+        """Text behind an answer, up to the content of the following message."""
         messages = context if following is None else [*context, following]
         try:
             if calls:
-                return self._behind_calls(messages, index, following)
+                return self._text_behind_calls(messages, index, following)
             text = self._render(self._stamp(messages, {index}, self.inside[index]))
         except RowFault:
             return None
-        _, found, rest = text.partition(self.stamps[index])
+        _, complete, rest = text.partition(self.stamps[index])
         if following is not None:
-            rest, also, _ = rest.partition(self.next)
-            found = found and also
-        return rest if found else None
+            rest, reached, _ = rest.partition(self.next)
+            complete = complete and reached
+        return rest if complete else None
 
-    def _behind_calls(self, messages: list[Message], index: int, following: Message | None) -> str:
-        """What is written behind the last word that changes when the arguments do (results may repeat the name)."""
+    def _text_behind_calls(self, messages: list[Message], index: int, following: Message | None) -> str:
+        """Text behind the last character that changes with the arguments (results may repeat the name)."""
         *marks, _ = stamps(self.text, len(messages[index]["tool_calls"]) + 1)
         calls = [_changed_call(call, mark) for call, mark in zip(messages[index]["tool_calls"], marks, strict=True)]
         changed = [*messages[:index], messages[index] | {"tool_calls": calls}, *messages[index + 1 :]]
-        one, other = self.text if messages is self.messages else self._render(messages), self._render(changed)
+        original = self.text if messages is self.messages else self._render(messages)
+        altered = self._render(changed)
         if following is not None:
-            one, other = (text.partition(self.next)[0] for text in (one, other))
-        if not all(mark in other for mark in marks):
+            original, altered = (text.partition(self.next)[0] for text in (original, altered))
+        if not all(mark in altered for mark in marks):
             problem = "the chat template does not write the assistant's tool calls"
             raise RowFault(problem, "use a template that knows tools, or leave such rows out", index)
-        return one[len(one) - alike(one[::-1], other[::-1]) :]
+        return original[len(original) - alike(original[::-1], altered[::-1]) :]
 
-    def _render(self, messages: list[Message], prompt: bool = False, way: Mapping[str, Any] | None = None) -> str:
-        return self.template.render(messages, self.tools, prompt, way)
+    def _render(self, messages: list[Message], prompt: bool = False, options: Mapping[str, Any] | None = None) -> str:
+        return self.template.render(messages, self.tools, prompt, options)
 
 
 def rewrites_turns() -> TemplateFault:
-    """Earlier turns look otherwise once more of them follow."""
+    """Fault of a template that renders earlier turns differently once more follow."""
     problem = "the chat template rewrites earlier turns, so what the assistant said cannot be told apart"
     return TemplateFault(problem, "use data.loss_on: all, or one assistant message per row")
 
 
 def changes_text() -> TemplateFault:
-    """The answer is not what the row has."""
+    """Fault of a template that does not render the answer verbatim."""
     problem = "the chat template changes the assistant's text, so it cannot be found in the rendering"
     return TemplateFault(problem, "use data.loss_on: all, or another template")
 
 
 def no_end() -> TemplateFault:
-    """Nothing would teach the model to stop."""
+    """Fault of a template under which a model would not learn to stop."""
     problem = (
         "the chat template ends the assistant's turn with no special token, so the model would never learn to stop"
     )
@@ -381,25 +394,25 @@ def no_end() -> TemplateFault:
 
 
 def stamps(text: str, count: int) -> list[str]:
-    """Words that the text does not have, with both cases of letters so that a change of case shows."""
+    """Strings that do not occur in the text, in mixed case so that a change of case shows."""
     free = [c for c in map(chr, range(0xE000, 0xE000 + 6400)) if c not in text][:2]
     first, last = free if len(free) == 2 else ("\U000f0000", "\U000f0001")
     return [f"{first}qXa{n}Xq{last}" for n in range(count)]
 
 
-def said(message: Message) -> str:
-    """The words of a message, without blanks around them."""
+def content_text(message: Message) -> str:
+    """Content of a message, stripped."""
     content = message.get("content")
     return content.strip() if isinstance(content, str) else ""
 
 
 def _same_words(turn: str, content: str) -> bool:
-    """A template may trim blanks and drop thoughts, which end with a tag; anything else changes the answer."""
-    got, said = "".join(turn.split()), "".join(content.split())
-    if got.endswith(said):
+    """Whether a rendered turn has the content's words; a template may only trim blanks and drop reasoning."""
+    rendered, expected = "".join(turn.split()), "".join(content.split())
+    if rendered.endswith(expected):
         return True
-    kept = LEADING_TAGS.sub("", got)  # where thoughts stood, or nothing
-    return said.endswith(kept) and said[: len(said) - len(kept)].endswith((">", "]"))
+    trimmed = LEADING_TAGS.sub("", rendered)  # where thoughts stood, or nothing
+    return expected.endswith(trimmed) and expected[: len(expected) - len(trimmed)].endswith((">", "]"))
 
 
 def _other_words(index: int) -> RowFault:
@@ -408,7 +421,7 @@ def _other_words(index: int) -> RowFault:
 
 
 def _changed_call(call: Any, stamp: str) -> Any:
-    """A tool call with other arguments."""
+    """A copy of a tool call with other arguments."""
     if not isinstance(call, dict):
         return call
     inner = call["function"] if isinstance(call.get("function"), dict) else call

@@ -1,8 +1,8 @@
-"""What rows are compared by: the words they say, hashed. Near duplicates, decontamination and filters share it.
+"""Hashed words of rows, shared by near-duplicate search, decontamination and filters.
 
-A word is a run of letters and digits in lower case (NFKC). Scripts that do not put spaces between words (Chinese,
-Japanese, Thai, Khmer, …) and runs of more than 40 characters count by character, so that an insertion there shifts
-nothing. A word is hashed together with who says it: a translation pair is not a repeat of the same pair turned round.
+A word is a run of letters and digits in lower case (NFKC). Scripts without spaces between words (Chinese, Japanese,
+Thai, Khmer, …) and runs of more than 40 characters are split by character, so that an insertion there shifts nothing. A
+word is hashed together with its role: a translation pair is not a duplicate of the same pair reversed.
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ from shardwise.data.examples import Example, Message
 
 
 def parts(example: Example) -> list[tuple[str, str]]:
-    """Who says what, in order: (role, text); a prompt is the user's, a target the assistant's, a text no one's."""
-    found = [(str(m.get("role", "")), _content(m)) for m in example.messages]
+    """Turns of an example as (role, text): a prompt is the user's, a target the assistant's, plain text has no role."""
+    turns = [(str(m.get("role", "")), _content(m)) for m in example.messages]
     if example.kind == "preference":
-        found += [("assistant", _content(m)) for m in example.chosen]
-        found += [("rejected", _content(m)) for m in example.rejected]
+        turns += [("assistant", _content(m)) for m in example.chosen]
+        turns += [("rejected", _content(m)) for m in example.rejected]
     elif example.kind == "kto":
-        said = "assistant" if example.label else "rejected"
-        found += [(said, _content(m)) for m in example.chosen]
+        role = "assistant" if example.label else "rejected"
+        turns += [(role, _content(m)) for m in example.chosen]
     elif example.kind == "pair":
-        found += [("user", example.prompt), ("assistant", example.text)]
+        turns += [("user", example.prompt), ("assistant", example.text)]
     elif example.kind == "segments":
-        found += [("assistant" if learned else "user", text) for text, learned in example.segments]
+        turns += [("assistant" if learned else "user", text) for text, learned in example.segments]
     elif example.kind == "tokens":
-        found.append(("", " ".join(map(str, example.tokens))))
+        turns.append(("", " ".join(map(str, example.tokens))))
     elif example.kind == "label":
-        found += [("", text) for text in (example.text, example.second) if text]
+        turns += [("", text) for text in (example.text, example.second) if text]
     elif example.text:
-        found.append(("", example.text))
-    return found
+        turns.append(("", example.text))
+    return turns
 
 
 def text_of(example: Example) -> str:
-    """Everything an example says, as one text."""
+    """The full text of an example."""
     return "\n".join(text for _, text in parts(example))
 
 
@@ -49,23 +49,25 @@ def _content(message: Message) -> str:
     content = message.get("content")
     if isinstance(content, list):
         content = "\n".join(str(p.get("text") or "") if isinstance(p, dict) else str(p) for p in content)
-    said = content if isinstance(content, str) else "" if content is None else dumped(content)
+    text = ""
+    if content is not None:
+        text = content if isinstance(content, str) else dumped(content)
     calls = message.get("tool_calls")
-    return f"{said}\n{dumped(calls)}" if calls else said
+    return f"{text}\n{dumped(calls)}" if calls else text
 
 
 def dumped(value: Any) -> str:
-    """A value as JSON, the same whatever the order of its keys."""
+    """Canonical JSON of a value, independent of key order."""
     return json.dumps(value, sort_keys=True, ensure_ascii=False, default=str)
 
 
 def hashed_words(
     examples: Sequence[Example], fill: int = 0, roles: bool = False, signs: bool = False
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Hashes (uint64) of the words of all examples one after the other, and how many each example has.
+    """Word hashes (uint64) of all examples, concatenated, and the number of each example's words.
 
-    System prompts are left out: rows that share one are not the same for that. An example with some words but fewer
-    than `fill` is filled up, so that it has one n-gram. `roles`: the same word said by another is another. `signs`:
+    System prompts are ignored: rows that share one are not duplicates for that. An example with some words but fewer
+    than `fill` is padded, so that it has one n-gram. `roles`: the same word by another role is different. `signs`:
     arithmetic signs count as words.
     """
     words: list[bytes] = []
@@ -77,10 +79,10 @@ def hashed_words(
         for role, text in parts(example):
             if role == "system":
                 continue
-            found = words_of(text, signs)
-            words += found
+            tokens = words_of(text, signs)
+            words += tokens
             salts.append(crc32(role.encode("utf-8", "surrogatepass")) if roles else 0)
-            lengths.append(len(found))
+            lengths.append(len(tokens))
         count = len(words) - begin
         if 0 < count < fill:
             words += [b""] * (fill - count)
@@ -88,12 +90,12 @@ def hashed_words(
             lengths.append(fill - count)
         counts[index] = len(words) - begin
     hashes = np.fromiter(map(crc32, words), dtype=np.uint64, count=len(words))
-    said = np.repeat(np.array(salts, dtype=np.uint64), lengths)
-    return mix(hashes | said << np.uint64(32)), counts
+    salt = np.repeat(np.array(salts, dtype=np.uint64), lengths)
+    return mix(hashes | salt << np.uint64(32)), counts
 
 
 def ngrams(hashes: np.ndarray, counts: np.ndarray, n: int) -> tuple[np.ndarray, np.ndarray]:
-    """Hashes (uint64) of every n words in a row, none across examples, and how many each example has."""
+    """Hashes (uint64) of all n-grams, none across examples, and the number of each example's n-grams."""
     many = np.maximum(counts - n + 1, 0)
     if not many.any():
         return np.empty(0, dtype=np.uint64), many
@@ -107,7 +109,7 @@ def ngrams(hashes: np.ndarray, counts: np.ndarray, n: int) -> tuple[np.ndarray, 
 
 
 def mix(values: np.ndarray) -> np.ndarray:
-    """Spreads every bit over all 64 (the finaliser of splitmix64)."""
+    """Mixes every bit into all 64 (the finaliser of splitmix64)."""
     values = values ^ (values >> np.uint64(30))
     values *= np.uint64(0xBF58476D1CE4E5B9)
     values ^= values >> np.uint64(27)

@@ -1,7 +1,7 @@
-"""DeepSpeed's Python API over shardwise: `import shardwise.deepspeed as deepspeed` serves existing training scripts.
+"""DeepSpeed's Python API on shardwise: `import shardwise.deepspeed as deepspeed` runs existing training scripts.
 
-The names, signatures and module paths are DeepSpeed's (version 0.19.8 was read); what is behind them is the engine of
-`shardwise.initialize`. What is not here says so by name (see `refused.py`).
+The names, signatures and module paths are DeepSpeed's (version 0.19.8); they are backed by the engine of
+`shardwise.initialize`. Missing parts raise an error that names them (see `refused.py`).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Imports the heavy parts on first use, so that the launcher is quick."""
+    """Imports the heavy parts on first use, so that the launcher starts fast."""
     if name in _MODULES:
         return import_module(f"{__name__}.{name}")
     if name == "dist":

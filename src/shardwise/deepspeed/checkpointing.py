@@ -1,4 +1,4 @@
-"""`deepspeed.checkpointing`: activations computed again in backward, by torch's own non-reentrant checkpoint."""
+"""`deepspeed.checkpointing`: activation recomputation by torch's non-reentrant checkpoint."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from shardwise.deepspeed.refused import refuse
 
 
 def checkpoint(function: Any, *args: Any, **kwargs: Any) -> Any:
-    """The function's value; what it computes on the way is computed again in backward, not kept."""
+    """Calls a function; its activations are recomputed in backward instead of saved."""
     return torch_checkpoint.checkpoint(function, *args, use_reentrant=False, **kwargs)
 
 
@@ -24,26 +24,26 @@ def configure(
     synchronize: bool | None = None,
     profile: bool | None = None,
 ) -> None:
-    """Checks that nothing is asked for that would have no effect: `checkpoint` needs no configuration."""
-    asked = {"mpu_": mpu_, "partition_activations": partition_activations, "checkpoint_in_cpu": checkpoint_in_cpu,
+    """Rejects settings that would have no effect: `checkpoint` needs no configuration."""
+    settings = {"mpu_": mpu_, "partition_activations": partition_activations, "checkpoint_in_cpu": checkpoint_in_cpu,
              "profile": profile}  # fmt: skip
     remedies = {"checkpoint_in_cpu": 'set "activation_checkpointing": {"cpu_checkpointing": true} in the config'}
-    for name, value in asked.items():
+    for name, value in settings.items():
         if value:
             raise refuse(f"checkpointing.configure({name}=…)", remedies.get(name, "leave it out"))
 
 
 def is_configured() -> bool:
-    """Always: there is nothing to configure."""
+    """Always True: there is nothing to configure."""
     return True
 
 
 def reset() -> None:
-    """Nothing is kept between calls, so there is nothing to reset."""
+    """Does nothing: no state is kept between calls."""
 
 
 def model_parallel_cuda_manual_seed(seed: int) -> None:
-    """Seeds every device; there is no model-parallel stream to keep apart."""
+    """Seeds every device; there is no separate model-parallel stream."""
     import torch
 
     torch.manual_seed(seed)

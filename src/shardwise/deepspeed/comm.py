@@ -31,7 +31,7 @@ def init_distributed(
     rank: int = -1,
     world_size: int = -1,
 ) -> None:
-    """Joins the process group that the launcher describes; one process alone needs no launcher."""
+    """Joins the process group described by the launcher; a single process needs no launcher."""
     if dist.is_initialized():
         return
     if dist_init_required is False:
@@ -58,7 +58,7 @@ def init_distributed(
 
 
 def get_rank(group: Any = None) -> int:
-    """This process's rank."""
+    """Rank of this process."""
     return dist.get_rank(group)
 
 
@@ -68,7 +68,7 @@ def get_world_size(group: Any = None) -> int:
 
 
 def get_local_rank() -> int:
-    """This process's rank on its host."""
+    """Rank of this process on its host."""
     return int(os.environ.get("LOCAL_RANK", 0))
 
 
@@ -78,17 +78,17 @@ def get_world_group() -> Any:
 
 
 def has_all_gather_into_tensor() -> bool:
-    """Always."""
+    """Always True: torch.distributed has it."""
     return True
 
 
 def has_reduce_scatter_tensor() -> bool:
-    """Always."""
+    """Always True: torch.distributed has it."""
     return True
 
 
 def __getattr__(name: str) -> Any:
-    """Everything else that torch.distributed has under the same name."""
+    """Forwards other names to torch.distributed."""
     if name in ("log_summary", "configure", "initialize_mesh_device"):
         raise refuse(f"comm.{name}", 'set "comms_logger" in the config')
     return getattr(dist, name)

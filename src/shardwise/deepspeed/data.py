@@ -1,4 +1,4 @@
-"""The loader that `initialize(training_data=…)` returns: each rank's share of the samples, in micro-batches."""
+"""The data loader that `initialize(training_data=…)` returns: this rank's share of the samples, in micro-batches."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 
 class DeepSpeedDataLoader:
-    """Iterates over this rank's micro-batches; as in DeepSpeed, every epoch has the same order unless told its number.
+    """Iterates over this rank's micro-batches; as in DeepSpeed, every epoch has the same order by default.
 
     Call `loader.data_sampler.set_epoch(n)` for another order.
     """
@@ -29,7 +29,9 @@ class DeepSpeedDataLoader:
         stream = isinstance(dataset, IterableDataset)
         if not stream and sampler is None:
             sampler = DistributedSampler(dataset, num_replicas=ranks, rank=rank)
-        self.dataset, self.batch_size, self.data_sampler = dataset, batch_size, sampler
+        self.dataset = dataset
+        self.batch_size = batch_size
+        self.data_sampler = sampler
         self._loader: DataLoader[Any] = DataLoader(
             dataset,
             batch_size=batch_size,
@@ -55,7 +57,7 @@ class DeepSpeedDataLoader:
 
 
 class RepeatingLoader:
-    """Starts a loader anew whenever it ends."""
+    """Restarts a loader whenever it ends."""
 
     def __init__(self, loader: Any) -> None:
         self.loader = loader

@@ -1,4 +1,4 @@
-"""`DeepSpeedEngine`: DeepSpeed's methods over the engine of `shardwise.initialize`."""
+"""`DeepSpeedEngine`: DeepSpeed's methods on the engine of `shardwise.initialize`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shardwise.core.dtypes import COMPUTE
 from shardwise.core.errors import RunFailed, UserError
 from shardwise.deepspeed import fragments, store
 from shardwise.deepspeed.data import DeepSpeedDataLoader
-from shardwise.deepspeed.partition import ZeroParamStatus, keep_rows, whole
+from shardwise.deepspeed.partition import ZeroParamStatus, full_tensor, keep_rows
 from shardwise.deepspeed.refused import refuse
 from shardwise.deepspeed.settings import EngineBatchSizes
 from shardwise.train.engine import Engine
@@ -30,16 +30,19 @@ NOT_HERE = {
 
 
 class DeepSpeedEngine(nn.Module):
-    """A sharded model with its optimizer and scheduler; what it does not know it asks the model."""
+    """A sharded model with its optimizer and scheduler; unknown attributes are forwarded to the model."""
 
     def __init__(self, core: Engine, config: dict[str, Any], batch: EngineBatchSizes, scheduler: Any) -> None:
         super().__init__()
         self.module = core.module
-        self._core, self._config, self._batch = core, config, batch
-        self.optimizer, self.lr_scheduler = core.optimizer, scheduler
+        self._core = core
+        self._config = config
+        self._batch = batch
+        self.optimizer = core.optimizer
+        self.lr_scheduler = scheduler
         self.training_dataloader: DeepSpeedDataLoader | None = None
         self.micro_steps = self.global_steps = self.global_samples = self.skipped_steps = 0
-        self._applied, self._apart = False, False
+        self._applied, self._in_no_sync = False, False
         fragments.adopt(core)
         if self.zero_optimization_stage() == 3:
             for number, parameter in enumerate(core.module.parameters()):
@@ -61,11 +64,11 @@ class DeepSpeedEngine(nn.Module):
     # The step.
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's forward."""
+        """Runs the model's forward."""
         return self._core(*args, **kwargs)
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
-        """Adds the micro-batch's gradient, averaged over ranks and (unless told otherwise) micro-batches."""
+        """Accumulates the micro-batch's gradient, averaged over ranks and (by default) micro-batches."""
         if not isinstance(loss, torch.Tensor):
             problem = f"is a {type(loss).__name__}, not a tensor, so there is nothing to go back through"
             raise UserError("loss", loss, problem, "pass the loss as the model returned it, without .item() or float()")
@@ -79,8 +82,8 @@ class DeepSpeedEngine(nn.Module):
         return loss / steps if scale_wrt_gas else loss
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
-        """After each backward; updates the parameters and the rate at the end of an accumulation."""
-        if self._apart:
+        """Call after each backward; updates parameters and learning rate at accumulation boundaries."""
+        if self._in_no_sync:
             raise UserError("engine.step()", None, "is called inside no_sync()", "call it after the context")
         updated = self._core.step()
         self.micro_steps += 1
@@ -100,14 +103,14 @@ class DeepSpeedEngine(nn.Module):
         self.global_samples += self.train_batch_size()
         every = self.steps_per_print()
         if every and self.global_steps % every == 0 and self.global_rank == 0:
-            shown = (
+            message = (
                 f"step {self.global_steps}, skipped {self.skipped_steps}, rate {self.get_lr()}, mom {self.get_mom()}"
             )
-            print(shown, flush=True)
+            print(message, flush=True)
         if self._core.config.breakdown and self.global_steps % (every or 10) == 0:
-            told = self._core.breakdown()
+            breakdown = self._core.breakdown()
             if self.global_rank == 0:
-                print(f"  seconds per update {told['seconds']}\n  collectives {told['comms']}", flush=True)
+                print(f"  seconds per update {breakdown['seconds']}\n  collectives {breakdown['comms']}", flush=True)
 
     def was_step_applied(self) -> bool:
         """Whether the last `step` updated the parameters."""
@@ -118,43 +121,45 @@ class DeepSpeedEngine(nn.Module):
         return self._core.is_last_micro_batch
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
-        """Takes that decision over, from the forward on; None hands it back."""
+        """Overrides the accumulation boundary, from the forward on; None resets it."""
         self._core.boundary = is_boundary
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward without exchange between the ranks; stages 0 and 1."""
+        """Context for backward without gradient communication; stages 0 and 1."""
         if self.zero_optimization_stage() >= 2:
             problem = "does not go with stages 2 and 3, which divide gradients as they arise"
             raise UserError("engine.no_sync()", None, problem, "use stage 1, or gradient_accumulation_steps")
-        if self._apart:
+        if self._in_no_sync:
             raise UserError("engine.no_sync()", None, "is called inside itself", "leave the inner one out")
-        given, self._apart, self._core.boundary = self._core.boundary, True, False
+        boundary = self._core.boundary
+        self._in_no_sync = True
+        self._core.boundary = False
         try:
             yield
         finally:
-            self._apart, self._core.boundary = False, given
+            self._in_no_sync, self._core.boundary = False, boundary
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drops the gradients."""
+        """Clears the gradients."""
         self.optimizer.zero_grad(set_to_none=set_to_none)
 
     def train(self, mode: bool = True) -> DeepSpeedEngine:
-        """Training mode."""
+        """Sets training mode."""
         self._core.train(mode)
         self.training = mode
         return self
 
     def eval(self) -> DeepSpeedEngine:
-        """Evaluation mode."""
+        """Sets evaluation mode."""
         return self.train(False)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Not here: compile the model before."""
+        """Not supported: compile the model before `initialize`."""
         raise refuse("engine.compile", "use torch.compile on the model's blocks before initialize")
 
     def destroy(self) -> None:
-        """Nothing outlives the engine but the process group, which the script may still need."""
+        """Does nothing: only the process group outlives the engine, and the script may still need it."""
 
     # What it is made of.
 
@@ -175,7 +180,7 @@ class DeepSpeedEngine(nn.Module):
         return self._batch.train, self._batch.micro, self._batch.accumulate
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Another number of samples per update, by more or fewer micro-batches."""
+        """Changes the samples per update, by the number of micro-batches."""
         per_forward = self._batch.micro * self.world_size
         if train_batch_size < 1 or train_batch_size % per_forward:
             problem = f"is no multiple of {self._batch.micro} samples × {self.world_size} ranks"
@@ -184,7 +189,7 @@ class DeepSpeedEngine(nn.Module):
         self._core.accumulate = self._batch.accumulate
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
-        """Another number of samples per forward, which the script must then pass; micro-batches stay as many."""
+        """Changes the samples per forward, which the script must then pass; accumulation is unchanged."""
         accumulate = self._batch.accumulate
         self._batch = EngineBatchSizes(micro_batch_size * accumulate * self.world_size, micro_batch_size, accumulate)
 
@@ -197,19 +202,19 @@ class DeepSpeedEngine(nn.Module):
         return self.zero_optimization_stage() > 0
 
     def zero_optimization_partition_gradients(self) -> bool:
-        """Whether gradients are divided."""
+        """Whether gradients are sharded."""
         return self.zero_optimization_stage() >= 2
 
     def zero_optimization_partition_weights(self) -> bool:
-        """Whether parameters are divided."""
+        """Whether parameters are sharded."""
         return self.zero_optimization_stage() >= 3
 
     def gradient_clipping(self) -> float:
-        """The largest gradient norm; 0 = no clipping."""
-        return float(self._core.config.clip or 0.0)
+        """Maximum gradient norm; 0 = no clipping."""
+        return float(self._core.config.max_grad_norm or 0.0)
 
     def steps_per_print(self) -> int | None:
-        """Updates between two lines of the log."""
+        """Number of updates between log lines."""
         return self._config.get("steps_per_print")
 
     def fp16_enabled(self) -> bool:
@@ -221,47 +226,47 @@ class DeepSpeedEngine(nn.Module):
         return self._core.config.precision == "bf16"
 
     def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
-        """The types it computes in and accumulates gradients in."""
+        """The dtypes of computation and of gradient accumulation."""
         return COMPUTE[self._core.config.precision], torch.float32
 
     def dynamic_loss_scale(self) -> bool:
-        """Whether the loss scale adapts."""
+        """Whether the loss scale is dynamic."""
         return self.fp16_enabled() and self._core.config.loss_scale.value == "dynamic"
 
     def loss_scale(self) -> float:
-        """The loss scale now; 1 without fp16."""
+        """Current loss scale; 1 without fp16."""
         return self._scale()
 
     @property
     def cur_scale(self) -> float:
-        """The loss scale now; 1 without fp16."""
+        """Current loss scale; 1 without fp16."""
         return self._scale()
 
     def get_lr(self) -> list[Any]:
-        """The rate of each group of parameters."""
+        """Learning rate of each parameter group."""
         return [group["lr"] for group in self.optimizer.param_groups]
 
     def get_mom(self) -> list[Any]:
-        """The betas (or momentum) of each group of parameters."""
+        """Betas (or momentum) of each parameter group."""
         return [group.get("betas", group.get("momentum", 0.0)) for group in self.optimizer.param_groups]
 
     def get_global_grad_norm(self) -> float | None:
-        """The gradient norm of the last update, before clipping."""
+        """Gradient norm of the last update, before clipping."""
         return None if self._core.grad_norm is None else float(self._core.grad_norm)
 
     @property
     def device(self) -> torch.device:
-        """Where this rank computes."""
+        """Device of this rank."""
         return self._core.world.device
 
     @property
     def local_rank(self) -> int:
-        """This process's rank on its host."""
+        """Rank of this process on its host."""
         return self._core.world.local_rank
 
     @property
     def global_rank(self) -> int:
-        """This process's rank."""
+        """Rank of this process."""
         return self._core.world.rank
 
     @property
@@ -271,11 +276,11 @@ class DeepSpeedEngine(nn.Module):
 
     @property
     def dp_world_size(self) -> int:
-        """Number of ranks that share the data."""
+        """Number of data-parallel ranks."""
         return self._core.world.size
 
     def get_data_parallel_rank(self) -> int:
-        """This process's place among those that share the data."""
+        """Data-parallel rank of this process."""
         return self._core.world.rank
 
     def deepspeed_io(
@@ -288,7 +293,7 @@ class DeepSpeedEngine(nn.Module):
         collate_fn: Any = None,
         num_local_io_workers: int | None = None,
     ) -> DeepSpeedDataLoader:
-        """A loader of this rank's share of a dataset."""
+        """Returns a loader of this rank's share of a dataset."""
         if route not in ("train", "eval", "predict"):
             raise refuse(f"engine.deepspeed_io(route={route!r})", "use train, eval or predict")
         if route != "train" and data_sampler is None:
@@ -311,7 +316,7 @@ class DeepSpeedEngine(nn.Module):
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Saves everything under a tag, on all ranks; the default tag is global_step<N>."""
+        """Saves a checkpoint under a tag, on all ranks; the default tag is global_step<N>."""
         counters = {
             name: getattr(self, name) for name in ("global_steps", "global_samples", "skipped_steps", "micro_steps")
         }
@@ -338,11 +343,11 @@ class DeepSpeedEngine(nn.Module):
         """Loads a tag (default: the latest), on all ranks; returns its path and the client state, or (None, None)."""
         if custom_load_fn is not None:
             raise refuse("engine.load_checkpoint(custom_load_fn=…)", "use engine.load_module_state_dict")
-        found = store.find(Path(load_dir), tag)
-        if found is None:
+        folder = store.find(Path(load_dir), tag)
+        if folder is None:
             return None, None
         states = load_optimizer_states and not load_module_only
-        extra = store.load(self._core, found, load_module_strict, states)
+        extra = store.load(self._core, folder, load_module_strict, states)
         if states:
             for group, saved in zip(self.optimizer.param_groups, extra["groups"], strict=True):
                 group.update(saved)
@@ -351,7 +356,7 @@ class DeepSpeedEngine(nn.Module):
                 setattr(self, name, extra[name])
             if load_lr_scheduler_states and self.lr_scheduler is not None and extra["lr_scheduler"] is not None:
                 self.lr_scheduler.load_state_dict(extra["lr_scheduler"])
-        return str(found.parent), extra["client_state"]
+        return str(folder.parent), extra["client_state"]
 
     def module_state_dict(
         self,
@@ -360,18 +365,18 @@ class DeepSpeedEngine(nn.Module):
         keep_vars: bool = False,
         exclude_frozen_parameters: bool = False,
     ) -> dict[str, Any]:
-        """The model's state with whole tensors, on the host; all ranks must call it, at any stage."""
+        """Full (unsharded) state dict of the model, on the host; collective, at any stage."""
         return self._state_dict(prefix, exclude_frozen_parameters, torch.float32, on_all=True)
 
     def state_dict(self, *args: Any, prefix: str = "", **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """As `module_state_dict`, under the engine's names, which begin with `module.`."""
+        """`module_state_dict` under the engine's names, which begin with `module.`."""
         return self._state_dict(f"{prefix}module.", False, torch.float32, on_all=True)
 
     @torch.no_grad()
     def load_module_state_dict(
         self, checkpoint: dict[str, Any], strict: bool = True, custom_load_fn: Any = None, **fetch: Any
     ) -> None:
-        """Sets the model from whole tensors that are the same on all ranks (or {"module": those})."""
+        """Loads full tensors that are the same on all ranks (or {"module": those}) into the model."""
         if custom_load_fn is not None:
             raise refuse("engine.load_module_state_dict(custom_load_fn=…)", "pass the converted state")
         values = checkpoint["module"] if isinstance(checkpoint.get("module"), dict) else checkpoint
@@ -391,7 +396,7 @@ class DeepSpeedEngine(nn.Module):
     def save_16bit_model(
         self, save_dir: str | Path, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
     ) -> bool:
-        """Writes the model in the type it computes in, as one file, at any stage; all ranks must call it."""
+        """Writes the model in its compute dtype, as one file, at any stage; collective."""
         state = self._state_dict("", exclude_frozen_parameters, COMPUTE[self._core.config.precision], on_all=False)
         if self.global_rank == 0:
             target = Path(save_dir) / save_filename
@@ -406,16 +411,19 @@ class DeepSpeedEngine(nn.Module):
     def _state_dict(self, prefix: str, without_frozen: bool, dtype: torch.dtype, on_all: bool) -> dict[str, Any]:
         self._core.sharded.reshard()
         result: dict[str, Any] = {}
-        seen: dict[int, torch.Tensor] = {}
+        copies: dict[int, torch.Tensor] = {}
         for name, value in self.module.state_dict(keep_vars=True).items():
             if without_frozen and isinstance(value, nn.Parameter) and not value.requires_grad:
                 continue
-            if id(value) not in seen:
-                full = whole(value)
-                kept = on_all or self.global_rank == 0
+            if id(value) not in copies:
+                full = full_tensor(value)
+                keep = on_all or self.global_rank == 0
                 kind = dtype if isinstance(value, nn.Parameter) and full.is_floating_point() else full.dtype
-                seen[id(value)] = full.to("cpu", kind) if kept else full[:0] if full.ndim else full
-            result[prefix + name] = seen[id(value)]
+                if keep:
+                    copies[id(value)] = full.to("cpu", kind)
+                else:  # an empty tensor, where there can be one
+                    copies[id(value)] = full[:0] if full.ndim else full
+            result[prefix + name] = copies[id(value)]
         return result
 
     def _scale(self) -> float:
@@ -423,6 +431,8 @@ class DeepSpeedEngine(nn.Module):
 
 
 def _mark(parameter: Any, number: int) -> None:
-    """What scripts look at to tell whether a parameter is divided."""
-    parameter.ds_id, parameter.ds_status = number, ZeroParamStatus.NOT_AVAILABLE
-    parameter.ds_shape, parameter.ds_numel = parameter.shape, parameter.numel()
+    """Sets the attributes by which scripts tell whether a parameter is sharded."""
+    parameter.ds_id = number
+    parameter.ds_status = ZeroParamStatus.NOT_AVAILABLE
+    parameter.ds_shape = parameter.shape
+    parameter.ds_numel = parameter.numel()

@@ -1,8 +1,8 @@
-"""`safe_get_*` and `safe_set_*`: a parameter's master value, gradient and optimizer states, whole or this rank's part.
+"""`safe_get_*` and `safe_set_*`: a parameter's master value, gradient and optimizer states, full or this rank's part.
 
-The functions for whole tensors must be called on all ranks. A rank's part is its block of rows, in the parameter's own
-number of dimensions; DeepSpeed's is a flat piece. Gradients are there from the `backward` of an update's last
-micro-batch (stages 2 and 3: of any) to the `step` that uses them.
+The functions for full tensors are collective. A rank's part is its block of rows, in the parameter's own number of
+dimensions; DeepSpeed's is a flat piece. Gradients are available from the `backward` of an update's last micro-batch
+(stages 2 and 3: of any) to the `step` that uses them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from shardwise.core.errors import UserError
-from shardwise.deepspeed.partition import keep_rows, whole
+from shardwise.deepspeed.partition import full_tensor, keep_rows
 from shardwise.deepspeed.refused import refuse
 
 if TYPE_CHECKING:
@@ -25,25 +25,25 @@ OWNER = "_shardwise_engine"
 
 
 def adopt(engine: Engine) -> None:
-    """Lets a parameter lead to the engine that trains it, which is all that these functions are given."""
+    """Links each parameter to the engine that trains it, which these functions need."""
     for parameter in engine.sharded.parameters.values():
         setattr(parameter, OWNER, weakref.ref(engine))
 
 
 def safe_get_full_fp32_param(param: torch.Tensor) -> torch.Tensor | None:
-    """The whole fp32 master value; None for a frozen parameter."""
-    return None if _engine(param) is None else whole(param)
+    """The full fp32 master value; None for a frozen parameter."""
+    return None if _engine(param) is None else full_tensor(param)
 
 
 def safe_set_full_fp32_param(param: torch.Tensor, value: torch.Tensor) -> None:
-    """Sets the master value from a whole tensor that is the same on all ranks."""
+    """Sets the master value from a full tensor that is the same on all ranks."""
     _require(param)
     keep_rows(param, value)
 
 
 def safe_get_full_grad(param: torch.Tensor) -> torch.Tensor | None:
-    """The whole gradient, averaged over the ranks; None where there is none."""
-    return None if _engine(param) is None or param.grad is None else whole(param.grad)
+    """The full gradient, averaged over the ranks; None if there is none."""
+    return None if _engine(param) is None or param.grad is None else full_tensor(param.grad)
 
 
 def safe_set_full_grad(param: torch.Tensor, value: torch.Tensor) -> None:
@@ -55,7 +55,7 @@ def safe_set_full_grad(param: torch.Tensor, value: torch.Tensor) -> None:
 def safe_update_full_grad_vectorized(
     param_list: list[torch.nn.Parameter], update_func: Callable[[torch.Tensor, Any], torch.Tensor]
 ) -> None:
-    """Passes each whole gradient and its parameter through a function, and keeps what it returns."""
+    """Replaces each full gradient by the function's result for it and its parameter."""
     for param in param_list:
         gradient = safe_get_full_grad(param)
         if gradient is not None:
@@ -63,12 +63,12 @@ def safe_update_full_grad_vectorized(
 
 
 def safe_get_full_optimizer_state(param: torch.Tensor, optim_state_key: str) -> torch.Tensor | None:
-    """The whole state of that name, e.g. exp_avg; None for a frozen parameter."""
-    return None if _engine(param) is None else whole(_state(param, optim_state_key))
+    """The full state of that name, e.g. exp_avg; None for a frozen parameter."""
+    return None if _engine(param) is None else full_tensor(_state(param, optim_state_key))
 
 
 def safe_set_full_optimizer_state(param: torch.Tensor, value: torch.Tensor, optim_state_key: str) -> None:
-    """Sets the state of that name from a whole tensor that is the same on all ranks."""
+    """Sets the state of that name from a full tensor that is the same on all ranks."""
     keep_rows(_state(param, optim_state_key, change=True), value)
 
 
@@ -138,9 +138,9 @@ def _state(param: torch.Tensor, key: str, change: bool = False) -> torch.Tensor:
     if key not in states:
         has = ", ".join(states) or "none before the first step"
         raise UserError("optim_state_key", key, "is no state of this optimizer", f"it has {has}")
-    found = states[key]
-    assert isinstance(found, torch.Tensor)
-    return found
+    state = states[key]
+    assert isinstance(state, torch.Tensor)
+    return state
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Which hosts and devices a run gets: the hostfile, and the filters of the launcher."""
+"""Selects the hosts and devices of a run: the hostfile, and the launcher's filters."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ _LINE = re.compile(r"^(\S+)\s+slots\s*=\s*(\d+)\s*(?:#.*)?$")
 
 
 def read_hostfile(path: Path) -> Slots:
-    """The hosts of a file of lines `host slots=8`; empty lines and comments (#) are passed over."""
+    """Parses a file of lines `host slots=8`; empty lines and comments (#) are ignored."""
     try:
         lines = path.read_text().splitlines()
     except OSError as error:
         remedy = "check the path, or leave --hostfile out to use this host alone"
         raise UserError("--hostfile", str(path), f"cannot be read ({error.strerror})", remedy) from None
-    found: Slots = {}
+    hosts: Slots = {}
     for number, line in enumerate(lines, 1):
         if not line.strip() or line.strip().startswith("#"):
             continue
@@ -28,16 +28,16 @@ def read_hostfile(path: Path) -> Slots:
             raise UserError(
                 "--hostfile", f"{path}:{number}", f"{line.strip()!r} is no host", "write `worker-1 slots=8`"
             )
-        if match[1] in found:
+        if match[1] in hosts:
             raise UserError("--hostfile", f"{path}:{number}", f"{match[1]} is given twice", "remove one of the lines")
-        found[match[1]] = list(range(int(match[2])))
-    if not found:
+        hosts[match[1]] = list(range(int(match[2])))
+    if not hosts:
         raise UserError("--hostfile", str(path), "names no host", "write lines such as `worker-1 slots=8`")
-    return found
+    return hosts
 
 
 def choose(hosts: Slots, include: str, exclude: str, nodes: int, gpus: int) -> Slots:
-    """What is left of the hosts after --include or --exclude, or --num_nodes and --num_gpus."""
+    """Applies --include or --exclude, or --num_nodes and --num_gpus, to the hosts."""
     if include and exclude:
         raise UserError("--exclude", exclude, "is given besides --include", "give one of them")
     if (include or exclude) and (nodes > 0 or gpus > 0):
@@ -46,44 +46,46 @@ def choose(hosts: Slots, include: str, exclude: str, nodes: int, gpus: int) -> S
             name, include or exclude, "does not go with --num_nodes and --num_gpus", "give one or the other"
         )
     if include:
-        named = parse_filter("--include", include, hosts)
-        return {host: named[host] for host in hosts if host in named}
+        listed = parse_filter("--include", include, hosts)
+        return {host: listed[host] for host in hosts if host in listed}
     if exclude:
-        named = parse_filter("--exclude", exclude, hosts)
-        left = {host: [s for s in slots if s not in named.get(host, [])] for host, slots in hosts.items()}
-        left = {host: slots for host, slots in left.items() if slots}
-        if not left:
+        listed = parse_filter("--exclude", exclude, hosts)
+        remaining = {}
+        for host, slots in hosts.items():
+            if left := [slot for slot in slots if slot not in listed.get(host, [])]:
+                remaining[host] = left
+        if not remaining:
             raise UserError("--exclude", exclude, "leaves no device", "exclude less")
-        return left
+        return remaining
     if nodes > len(hosts):
         raise UserError("--num_nodes", nodes, f"there are {len(hosts)} hosts", "lower it, or add hosts to the hostfile")
-    kept = dict(list(hosts.items())[: nodes if nodes > 0 else None])
+    selected = dict(list(hosts.items())[: nodes if nodes > 0 else None])
     if gpus > 0:
-        for host, slots in kept.items():
+        for host, slots in selected.items():
             if gpus > len(slots):
                 raise UserError("--num_gpus", gpus, f"{host} has {len(slots)} slots", "lower it, or raise the slots")
-        kept = {host: slots[:gpus] for host, slots in kept.items()}
-    return kept
+        selected = {host: slots[:gpus] for host, slots in selected.items()}
+    return selected
 
 
 def parse_filter(option: str, text: str, hosts: Slots) -> Slots:
-    """`worker-0@worker-1:0,2`: all of worker-0, and devices 0 and 2 of worker-1."""
-    found: dict[str, set[int]] = {}
+    """Parses `worker-0@worker-1:0,2`: all of worker-0, and devices 0 and 2 of worker-1."""
+    selected: dict[str, set[int]] = {}
     for part in text.split("@"):
-        host, colon, wanted = part.strip().partition(":")
+        host, colon, devices = part.strip().partition(":")
         if host not in hosts:
             raise UserError(option, text, f"{host!r} is none of the hosts", f"use {', '.join(hosts)}")
         try:
-            slots = [int(number) for number in wanted.split(",")] if colon else hosts[host]
+            slots = [int(number) for number in devices.split(",")] if colon else hosts[host]
         except ValueError:
-            raise UserError(option, text, f"{wanted!r} is no list of devices", "write e.g. worker-1:0,2") from None
+            raise UserError(option, text, f"{devices!r} is no list of devices", "write e.g. worker-1:0,2") from None
         unknown = [slot for slot in slots if slot not in hosts[host]]
         if unknown:
             raise UserError(option, text, f"{host} has no slot {unknown[0]}", f"it has {len(hosts[host])}, from 0")
-        found.setdefault(host, set()).update(slots)
-    return {host: sorted(slots) for host, slots in found.items()}
+        selected.setdefault(host, set()).update(slots)
+    return {host: sorted(slots) for host, slots in selected.items()}
 
 
 def as_filter(hosts: Slots) -> str:
-    """The inverse of `parse_filter`, for a command line."""
+    """Inverse of `parse_filter`, for a command line."""
     return "@".join(f"{host}:{','.join(map(str, slots))}" for host, slots in hosts.items())

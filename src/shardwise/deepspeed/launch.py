@@ -35,7 +35,7 @@ DEFAULT_HOSTFILE = Path("/job/hostfile")
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command: the script's exit code, or one message and 2."""
+    """Entry point: returns the script's exit code, or 2 after an error message."""
     try:
         return run(argv)
     except (UserError, RunFailed) as error:
@@ -44,7 +44,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run(argv: list[str] | None = None) -> int:
-    """Starts what the command line asks for and waits for it."""
+    """Starts the ranks and waits for them; returns the exit code."""
     args = _parser().parse_args(argv)
     for name in ("autotuning", "bind_cores_to_rank", "elastic_training", "save_pid", "venv_script"):
         if getattr(args, name):
@@ -73,9 +73,9 @@ def run(argv: list[str] | None = None) -> int:
 
 
 def _hosts(args: argparse.Namespace) -> Slots:
-    given = args.hostfile is not None
-    file = Path(args.hostfile) if given else DEFAULT_HOSTFILE
-    if given or file.is_file():
+    has_hostfile = args.hostfile is not None
+    file = Path(args.hostfile) if has_hostfile else DEFAULT_HOSTFILE
+    if has_hostfile or file.is_file():
         return choose(read_hostfile(file), args.include, args.exclude, args.num_nodes, args.num_gpus)
     if args.num_nodes > 1:
         raise UserError("--num_nodes", args.num_nodes, "other hosts are known from a hostfile alone", "give --hostfile")
@@ -87,10 +87,10 @@ def _hosts(args: argparse.Namespace) -> Slots:
     if "CUDA_VISIBLE_DEVICES" in os.environ and _gpus() and not (args.include or args.exclude):
         names = os.environ["CUDA_VISIBLE_DEVICES"].split(",")
         if all(name.isdigit() for name in names):
-            wanted = args.num_gpus if args.num_gpus > 0 else len(names)
-            if wanted > len(names):
-                raise UserError("--num_gpus", wanted, f"CUDA_VISIBLE_DEVICES has {len(names)}", "lower it")
-            return {"localhost": [int(name) for name in names[:wanted]]}
+            count = args.num_gpus if args.num_gpus > 0 else len(names)
+            if count > len(names):
+                raise UserError("--num_gpus", count, f"CUDA_VISIBLE_DEVICES has {len(names)}", "lower it")
+            return {"localhost": [int(name) for name in names[:count]]}
     return choose({"localhost": list(range(available))}, args.include, args.exclude, args.num_nodes, args.num_gpus)
 
 
@@ -112,7 +112,7 @@ def _parse_slots(text: str) -> Slots:
 
 
 def _remote(args: argparse.Namespace, hosts: Slots, number: int, address: str) -> list[str]:
-    """The ssh command that starts a host's ranks: the same launcher there, told which host it is."""
+    """The ssh command that runs this launcher on another host."""
     host = list(hosts)[number]
     # A command line is for all users of both hosts to read: tokens and keys have no place there.
     env = {k: v for k, v in sorted(os.environ.items()) if k.startswith(EXPORTED) and not SECRET_VARIABLE.search(k)}
@@ -131,22 +131,23 @@ def _remote(args: argparse.Namespace, hosts: Slots, number: int, address: str) -
 
 
 def _env_file() -> dict[str, str]:
-    """Settings for the remote ranks, from NAME=VALUE lines in the user's or this folder's .deepspeed_env."""
-    found = {}
+    """Variables for the remote ranks, from NAME=VALUE lines in the user's or this folder's .deepspeed_env."""
+    variables = {}
     for folder in (Path.home(), Path.cwd()):
         with contextlib.suppress(OSError):
             for line in (folder / ENV_FILE).read_text().splitlines():
                 name, equals, value = line.strip().partition("=")
                 if equals and not name.startswith("#"):
-                    found[name.strip()] = value.strip()
-    return found
+                    variables[name.strip()] = value.strip()
+    return variables
 
 
 def _start_here(args: argparse.Namespace, hosts: Slots, number: int, address: str) -> int:
-    """Runs this host's ranks."""
+    """Runs this host's ranks; returns the exit code."""
     slots = list(hosts.values())[number]
     first = sum(len(s) for s in list(hosts.values())[:number])
-    ranks, port = sum(len(s) for s in hosts.values()), args.master_port
+    ranks = sum(len(s) for s in hosts.values())
+    port = args.master_port
     store = None
     if port is None and len(hosts) == 1:
         import torch.distributed as dist
@@ -183,7 +184,7 @@ def _start_here(args: argparse.Namespace, hosts: Slots, number: int, address: st
 
 
 def _command(args: argparse.Namespace) -> tuple[list[str], list[str]]:
-    """The program of a rank up to the script, and the script's arguments."""
+    """The command of a rank up to the script, and the script's arguments."""
     if args.no_python and args.module:
         raise UserError("--module", None, "does not go with --no_python", "give one of them")
     if args.no_python:

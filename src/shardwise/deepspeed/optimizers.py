@@ -1,7 +1,7 @@
-"""The optimizer that a DeepSpeed config names, and DeepSpeed's own optimizer classes, as torch's.
+"""The optimizer of a DeepSpeed config, and DeepSpeed's optimizer classes, implemented by torch's.
 
 Sharding makes special classes unnecessary: every optimizer sees only this rank's shards. `FusedAdam` is torch's fused
-AdamW, and `DeepSpeedCPUAdam` the same on the host's vectors.
+AdamW, and `DeepSpeedCPUAdam` the same with the host's vector instructions.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class FusedAdam(torch.optim.AdamW):
 
 
 class DeepSpeedCPUAdam(FusedAdam):
-    """The same; where the states live is up to the config's offload, not to the class."""
+    """The same as FusedAdam; the config's offload decides where the states are stored, not the class."""
 
     def __init__(
         self,
@@ -60,20 +60,21 @@ class DeepSpeedCPUAdam(FusedAdam):
 
 
 def configured(config: dict[str, Any], parameters: Any) -> torch.optim.Optimizer | None:
-    """The optimizer of the config's `optimizer` block over parameters or groups; None where there is none."""
-    wanted = config.get("optimizer")
-    if not wanted:
+    """The optimizer of the config's `optimizer` block over parameters or groups; None if there is none."""
+    block = config.get("optimizer")
+    if not block:
         return None
-    name, settings = str(wanted.get("type", "")), dict(wanted.get("params") or {})
+    name = str(block.get("type", ""))
+    settings = dict(block.get("params") or {})
     if "max_grad_norm" in settings:
         raise UserError("optimizer.params.max_grad_norm", settings["max_grad_norm"], "is no setting of an optimizer",
                         "use gradient_clipping")  # fmt: skip
     parameters = list(parameters)
     if name.lower() in ("adam", "adamw"):
         decoupled = settings.pop("adam_w_mode", True) or name.lower() == "adamw"
-        kept = {k: v for k, v in settings.items() if k not in NO_EFFECT or k == "amsgrad"}
-        _check_settings(FusedAdam, kept, name)
-        return FusedAdam(parameters, adam_w_mode=decoupled, **kept)
+        supported = {k: v for k, v in settings.items() if k not in NO_EFFECT or k == "amsgrad"}
+        _check_settings(FusedAdam, supported, name)
+        return FusedAdam(parameters, adam_w_mode=decoupled, **supported)
     if name.lower() in REFUSED:
         raise refuse(f"ops ({name})", "use Adam, AdamW, SGD, Adagrad, or pass an optimizer of your own to initialize")
     kind = getattr(torch.optim, name, None)

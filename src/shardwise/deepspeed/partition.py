@@ -1,10 +1,10 @@
-"""`zero.Init` and `zero.GatheredParameters`: parameters that are divided from birth, and whole again for a while.
+"""`zero.Init` and `zero.GatheredParameters`: parameters that are sharded at construction, and temporarily gathered.
 
 [Note: born divided] Inside `Init` every parameter is replaced, as a module registers it, by a DTensor of which each
-rank keeps its rows; PyTorch publishes that seam (`register_module_parameter_registration_hook`). What the model's code
-then does to it in place (`nn.init.*`, `weight[0].zero_()`, `weight.data.normal_()`) is done by every rank to a whole
-plain copy and cut again, so the random stream and the values are those of the same code without `Init`; the copy of
-rank 0 counts, as in DeepSpeed. A rank holds its rows plus one whole parameter at a time.
+rank keeps its rows; PyTorch publishes that hook (`register_module_parameter_registration_hook`). In-place changes by
+the model's code (`nn.init.*`, `weight[0].zero_()`, `weight.data.normal_()`) are made by every rank on a full plain
+copy, which is sharded again, so the random stream and the values are those of the same code without `Init`; the copy of
+rank 0 counts, as in DeepSpeed. A rank holds its rows plus one full parameter at a time.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _NOT_VALUES = ("requires_grad_", "detach_", "share_memory_", "retain_grad", "ren
 
 
 class ZeroParamStatus(Enum):
-    """Whether a parameter is whole on this rank, as DeepSpeed counts it."""
+    """Whether a parameter is gathered on this rank, as DeepSpeed counts it."""
 
     AVAILABLE = 1
     NOT_AVAILABLE = 2
@@ -39,9 +39,9 @@ class ZeroParamStatus(Enum):
 
 
 class Init:
-    """Context in which modules are built without a whole replica on any rank; `initialize` takes them over.
+    """Context in which modules are built without a full replica on any rank; `initialize` takes them over.
 
-    `dtype` changes nothing: master weights are fp32 and the config's precision decides what is computed in.
+    `dtype` has no effect: master weights are fp32 and the config's precision decides the compute dtype.
     """
 
     def __init__(
@@ -62,20 +62,20 @@ class Init:
         sequence_data_parallel_group: Any = None,
         param_swapper: Any = None,
     ) -> None:
-        given = {"data_parallel_group": data_parallel_group, "mpu": mpu, "param_swapper": param_swapper,
+        unsupported = {"data_parallel_group": data_parallel_group, "mpu": mpu, "param_swapper": param_swapper,
                  "zero_param_parallel_group": zero_param_parallel_group,
                  "sequence_data_parallel_group": sequence_data_parallel_group}  # fmt: skip
-        for name, value in given.items():
+        for name, value in unsupported.items():
             if value is not None:
                 raise refuse(f"zero.Init({name}=…)", "parameters are divided over all ranks")
         self.enabled = enabled
-        self._mode: _Dividing | None = None
+        self._mode: _Sharding | None = None
         if enabled and module is not None:
-            _Dividing().divide([module])
+            _Sharding().shard_modules([module])
 
     def __enter__(self) -> Init:
         if self.enabled:
-            self._mode = _Dividing()
+            self._mode = _Sharding()
             self._mode.__enter__()
         return self
 
@@ -85,12 +85,12 @@ class Init:
         if self._mode is not None:
             self._mode.__exit__(kind, error, trace)
             if error is None:
-                self._mode.divide(list(self._mode.modules))  # e.g. weights that were read from a file
+                self._mode.shard_modules(list(self._mode.modules))  # e.g. weights that were read from a file
             self._mode = None
 
 
 class GatheredParameters:
-    """Context in which the given parameters are whole; with `modifier_rank`, that rank's changes are kept."""
+    """Context in which the given parameters are gathered; with `modifier_rank`, that rank's changes are kept."""
 
     def __init__(
         self, params: Any, modifier_rank: int | None = None, fwd_module: nn.Module | None = None, enabled: bool = True
@@ -102,7 +102,7 @@ class GatheredParameters:
 
     @torch.no_grad()
     def __enter__(self) -> None:
-        self._mode = _Redirecting({id(p): nn.Parameter(whole(p), p.requires_grad) for p in self._parameters})
+        self._mode = _Redirecting({id(p): nn.Parameter(full_tensor(p), p.requires_grad) for p in self._parameters})
         self._mode.__enter__()
 
     @torch.no_grad()
@@ -114,12 +114,12 @@ class GatheredParameters:
         if self.modifier_rank is None or error is not None:
             return
         for parameter in self._parameters:
-            keep_rows(parameter, self._mode.whole[id(parameter)].detach(), self.modifier_rank)
+            keep_rows(parameter, self._mode.full[id(parameter)].detach(), self.modifier_rank)
 
 
 @torch.no_grad()
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """A plain copy of all of a tensor, on every rank; all ranks must call it."""
+def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """A full plain copy of a tensor, on every rank; collective."""
     if not isinstance(tensor, DTensor):
         return tensor.detach().clone()
     full: torch.Tensor = tensor.detach().full_tensor()  # type: ignore[attr-defined]
@@ -128,7 +128,7 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def keep_rows(target: torch.Tensor, values: torch.Tensor, source: int | None = None) -> None:
-    """Writes this rank's part of a whole tensor; with `source`, the values of that rank."""
+    """Writes this rank's shard of a full tensor; with `source`, the values of that rank."""
     if source is not None and dist.get_world_size() > 1:
         device = target.device  # which is where the ranks have a way to talk
         values = values.to(device, target.dtype).contiguous()
@@ -137,14 +137,14 @@ def keep_rows(target: torch.Tensor, values: torch.Tensor, source: int | None = N
 
 
 def release(model: nn.Module) -> tuple[dict[int, nn.Parameter], Callable[[nn.Module], None] | None]:
-    """Puts `meta` parameters in place of those that `Init` divided; returns them by the id of the old, and the filler.
+    """Replaces parameters sharded by `Init` by `meta` ones; returns these by the id of the old, and the filler.
 
-    The filler writes the values into the model once it is sharded; it is None where nothing was divided.
+    The filler writes the values into the model once it is sharded; it is None if nothing was sharded.
     """
-    held: dict[str, nn.Parameter] = {n: p for n, p in model.named_parameters() if isinstance(p, DTensor)}
-    if not held:
+    originals: dict[str, nn.Parameter] = {n: p for n, p in model.named_parameters() if isinstance(p, DTensor)}
+    if not originals:
         return {}, None
-    new = {id(p): _on_meta(p) for p in held.values()}
+    new = {id(p): _on_meta(p) for p in originals.values()}
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is None:
@@ -152,15 +152,15 @@ def release(model: nn.Module) -> tuple[dict[int, nn.Parameter], Callable[[nn.Mod
             if id(parameter) in new:
                 module._parameters[name] = new[id(parameter)]
             elif not parameter.is_meta:  # divided later, by the sharding itself, from what the filler writes
-                held |= {n: p for n, p in model.named_parameters() if p is parameter}
+                originals |= {n: p for n, p in model.named_parameters() if p is parameter}
                 new[id(parameter)] = _on_meta(parameter)
                 module._parameters[name] = new[id(parameter)]
 
     def fill(sharded: nn.Module) -> None:
         targets = dict(sharded.named_parameters())
-        for name in list(held):
-            parameter = held.pop(name)  # freed one by one, as the shards take over
-            value = whole(parameter).to(targets[name].device)
+        for name in list(originals):
+            parameter = originals.pop(name)  # freed one by one, as the shards take over
+            value = full_tensor(parameter).to(targets[name].device)
             keep_rows(targets[name], value, None if isinstance(parameter, DTensor) else 0)
 
     return new, fill
@@ -170,8 +170,8 @@ def _on_meta(parameter: nn.Parameter) -> nn.Parameter:
     return nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype, device="meta"), parameter.requires_grad)
 
 
-class _Dividing(TorchFunctionMode):
-    """See [Note: born divided]."""
+class _Sharding(TorchFunctionMode):
+    """Shards parameters as they are registered; see [Note: born divided]."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -188,8 +188,8 @@ class _Dividing(TorchFunctionMode):
         self._hook.remove()
         super().__exit__(*error)
 
-    def divide(self, modules: list[nn.Module]) -> None:
-        """Divides what is still whole in modules that exist already."""
+    def shard_modules(self, modules: list[nn.Module]) -> None:
+        """Shards the remaining full parameters of existing modules."""
         for module in (inner for outer in modules for inner in outer.modules()):
             for name, parameter in list(module._parameters.items()):
                 module._parameters[name] = self._register(module, name, parameter) or parameter
@@ -204,7 +204,7 @@ class _Dividing(TorchFunctionMode):
         if known is not None and known[0]() is parameter:
             return known[1]  # registered twice: tied weights stay tied
         with torch.no_grad(), without_torch_function():
-            divided = nn.Parameter(_divide(parameter.detach(), self._mesh), parameter.requires_grad)
+            divided = nn.Parameter(_shard(parameter.detach(), self._mesh), parameter.requires_grad)
         vars(divided).update(vars(parameter))
         self._divided[id(parameter)] = (weakref.ref(parameter), divided)
         return divided
@@ -216,7 +216,7 @@ class _Dividing(TorchFunctionMode):
         if isinstance(kwargs.get("out"), torch.Tensor):
             return self._change(func, kwargs["out"], args, kwargs)
         if name == "__getitem__" and isinstance(target, DTensor):
-            copy = whole(target)
+            copy = full_tensor(target)
             return _tagged(func(copy, *args[1:]), target, copy)
         changes = (name.endswith("_") and not name.endswith("__") and name not in _NOT_VALUES) or name == "__setitem__"
         if changes and isinstance(target, torch.Tensor):
@@ -226,12 +226,12 @@ class _Dividing(TorchFunctionMode):
             return None
         tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
         if len({isinstance(t, DTensor) for t in tensors}) == 2:
-            args, kwargs = tree_map(lambda t: whole(t) if isinstance(t, DTensor) else t, (args, kwargs))
+            args, kwargs = tree_map(lambda t: full_tensor(t) if isinstance(t, DTensor) else t, (args, kwargs))
         return func(*args, **kwargs)
 
     def _change(self, func: Any, target: torch.Tensor, args: Any, kwargs: Any) -> Any:
-        """Runs a function that changes its first argument on whole tensors, and keeps this rank's rows."""
-        copies = {id(t): whole(t) for t in tree_leaves((args, kwargs)) if isinstance(t, DTensor)}
+        """Runs a function that changes its first argument on full tensors, and keeps this rank's rows."""
+        copies = {id(t): full_tensor(t) for t in tree_leaves((args, kwargs)) if isinstance(t, DTensor)}
         args, kwargs = tree_map(lambda t: copies.get(id(t), t), (args, kwargs))
         result = func(*args, **kwargs)
         if isinstance(target, DTensor):
@@ -247,24 +247,24 @@ class _Dividing(TorchFunctionMode):
 
 
 class _Redirecting(TorchFunctionMode):
-    """Lets every function that is given a divided parameter work on its whole copy instead."""
+    """Lets every function that is given a sharded parameter use its full copy instead."""
 
-    def __init__(self, whole: dict[int, nn.Parameter]) -> None:
+    def __init__(self, full: dict[int, nn.Parameter]) -> None:
         super().__init__()
-        self.whole = whole
+        self.full = full
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        args, kwargs = tree_map(lambda t: self.whole.get(id(t), t), (args, kwargs or {}))
+        args, kwargs = tree_map(lambda t: self.full.get(id(t), t), (args, kwargs or {}))
         return func(*args, **kwargs)
 
 
 def _tagged(view: torch.Tensor, source: DTensor, copy: torch.Tensor) -> torch.Tensor:
-    """Remembers of which parameter a part was taken, so that a change to the part reaches the parameter."""
+    """Records the parameter of a view, so that a change to the view reaches the parameter."""
     view._part_of = (source, copy)  # type: ignore[attr-defined]
     return view
 
 
-def _divide(tensor: torch.Tensor, mesh: DeviceMesh) -> DTensor:
+def _shard(tensor: torch.Tensor, mesh: DeviceMesh) -> DTensor:
     return distribute_tensor(tensor, mesh, [Shard(0)] if tensor.ndim else [Replicate()], src_data_rank=0)
 
 

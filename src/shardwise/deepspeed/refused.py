@@ -1,4 +1,4 @@
-"""The parts of DeepSpeed that are not here, each with what to use instead; naming one of them says so."""
+"""The parts of DeepSpeed that are not supported, each with its replacement; using one raises an error."""
 
 from __future__ import annotations
 
@@ -56,12 +56,12 @@ REFUSED = {
 
 
 def refuse(name: str, remedy: str | None = None) -> UserError:
-    """The error for a part of DeepSpeed that is not here; for the caller to raise."""
+    """The UserError for an unsupported part of DeepSpeed; for the caller to raise."""
     return UserError(f"deepspeed.{name}", None, "is not supported by shardwise", remedy or REFUSED[name])
 
 
 def missing(module: str, name: str) -> Any:
-    """For a module's `__getattr__`: a name of DeepSpeed's that is known not to be here says so; others are typos."""
+    """For a module's `__getattr__`: raises UserError for unsupported names of DeepSpeed; others are typos."""
     if name in REFUSED:
         raise refuse(name)
     raise AttributeError(f"module {module!r} has no attribute {name!r}")

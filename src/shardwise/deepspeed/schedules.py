@@ -1,6 +1,6 @@
-"""DeepSpeed's five schedules as scheduler objects over the pure functions of `shardwise.optim.schedules`.
+"""DeepSpeed's five schedules as scheduler objects, on the pure functions of `shardwise.optim.schedules`.
 
-They set the rate when they are made and after each update; `last_batch_iteration` counts from -1, as DeepSpeed's.
+They set the learning rate on construction and after each update; `last_batch_iteration` counts from -1, as DeepSpeed's.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from shardwise.optim.schedules import learning_rate, momentum
 
 
 class _Schedule:
-    """Sets the rate (and, where the schedule rules it, the first beta) of each group of an optimizer."""
+    """Sets the learning rate (and, if the schedule controls it, the first beta) of each parameter group."""
 
     def __init__(self, optimizer: Any, peak: Any, settings: dict[str, Any], last_batch_iteration: int) -> None:
         self.optimizer, self.last_batch_iteration = optimizer, last_batch_iteration
@@ -31,26 +31,26 @@ class _Schedule:
             self._apply()
 
     def get_lr(self) -> list[float]:
-        """The rate of each group at this point."""
+        """Current learning rate of each group."""
         at = self.last_batch_iteration + 1
         return [learning_rate(plan, at, at + 1) for plan in self._plans]
 
     def get_last_lr(self) -> list[float]:
-        """The rates that were set last."""
+        """Learning rates that were set last."""
         return self._last_lr
 
     def step(self, last_batch_iteration: int | None = None) -> None:
-        """After each update: the rate of the next one."""
+        """Call after each update: sets the learning rate of the next one."""
         following = self.last_batch_iteration + 1
         self.last_batch_iteration = following if last_batch_iteration is None else last_batch_iteration
         self._apply()
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint needs."""
+        """State for a checkpoint."""
         return {"last_batch_iteration": self.last_batch_iteration}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from there."""
+        """Restores the state of a checkpoint."""
         self.last_batch_iteration = state["last_batch_iteration"]
         self._apply()
 
@@ -64,7 +64,7 @@ class _Schedule:
 
 
 class WarmupLR(_Schedule):
-    """Up to a rate, then constant."""
+    """Warmup, then constant."""
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class WarmupLR(_Schedule):
 
 
 class WarmupDecayLR(_Schedule):
-    """Up to a rate, then in a line down."""
+    """Warmup, then linear decay."""
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ class WarmupDecayLR(_Schedule):
 
 
 class WarmupCosineLR(_Schedule):
-    """Up to the optimizer's rate, then down in a cosine."""
+    """Warmup to the optimizer's rate, then cosine decay."""
 
     def __init__(
         self,
@@ -117,7 +117,7 @@ class WarmupCosineLR(_Schedule):
 
 
 class OneCycle(_Schedule):
-    """Up to a rate and back, then a decay; the momentum runs contrary."""
+    """Up to a peak and back, then decay; the momentum moves inversely."""
 
     def __init__(
         self,
@@ -142,7 +142,7 @@ class OneCycle(_Schedule):
 
 
 class LRRangeTest(_Schedule):
-    """From a rate up without end."""
+    """Increases without end, to find the stability limit."""
 
     def __init__(
         self,
@@ -165,11 +165,12 @@ KINDS: dict[str, type[_Schedule]] = {
 
 
 def configured(config: dict[str, Any], optimizer: torch.optim.Optimizer) -> _Schedule | None:
-    """The schedule of the config's `scheduler` block; None where there is none."""
-    wanted = config.get("scheduler")
-    if not wanted or wanted.get("type") is None:
+    """The schedule of the config's `scheduler` block; None if there is none."""
+    block = config.get("scheduler")
+    if not block or block.get("type") is None:
         return None
-    name, settings = wanted["type"], wanted.get("params") or {}
+    name = block["type"]
+    settings = block.get("params") or {}
     if name not in KINDS:
         remedy = f"use {', '.join(KINDS)}, or pass a scheduler of your own to initialize"
         raise UserError("scheduler.type", name, "is not known", remedy)

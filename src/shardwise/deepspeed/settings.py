@@ -1,7 +1,7 @@
-"""A DeepSpeed config, read: what the engine is told, the batch sizes, and the account of every key.
+"""A parsed DeepSpeed config: the engine's settings, the batch sizes, and the account of every key.
 
 The table of `shardwise.config.deepspeed` decides on every key but `optimizer` and `scheduler`: those two are built here
-as DeepSpeed builds them, over the script's own groups of parameters.
+as DeepSpeed builds them, over the script's own parameter groups.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ from shardwise.core.errors import UserError
 from shardwise.train.engine import EngineConfig
 
 BUILT_HERE = ("optimizer", "scheduler")
-TAKEN = ("train.batch_size", "train.micro_batch_size", "train.clip", "train.schedule", "train.warmup", "log.every",
+TAKEN = ("train.batch_size", "train.micro_batch_size", "train.max_grad_norm", "train.schedule", "train.warmup",
+         "log.every",
          "log.breakdown", "log.comms")  # fmt: skip
 
 
 @dataclass(frozen=True)
 class EngineBatchSizes:
-    """Samples per update, per rank and forward, and forwards per update."""
+    """Samples per update, samples per rank and forward, and forwards per update."""
 
     train: int
     micro: int
@@ -32,7 +33,7 @@ class EngineBatchSizes:
 
 @dataclass(frozen=True)
 class DeepSpeedSettings:
-    """The config as it was given, what `shardwise.initialize` takes, and one line per key that was met."""
+    """The original config, the settings of `shardwise.initialize`, and one account line per key."""
 
     config: dict[str, Any]
     engine: dict[str, Any]
@@ -41,7 +42,7 @@ class DeepSpeedSettings:
 
 
 def read_config(config: Any, args: Any) -> dict[str, Any]:
-    """The dictionary behind `config` or `args.deepspeed_config`; exactly one of them must be given."""
+    """The dictionary of `config` or `args.deepspeed_config`; exactly one of them must be given."""
     from_args = getattr(args, "deepspeed_config", None)
     if config is not None and from_args is not None:
         problem = "is given besides args.deepspeed_config"
@@ -61,16 +62,17 @@ def read_config(config: Any, args: Any) -> dict[str, Any]:
 
 
 def settle(config: dict[str, Any], ranks: int) -> DeepSpeedSettings:
-    """Translates the config; raises UserError for what is unknown, refused, or has no place in a script's own loop."""
+    """Translates the config; raises UserError for keys that are unknown, rejected, or need our training loop."""
     rest = {key: value for key, value in config.items() if key not in BUILT_HERE}
     done = translate(rest, ranks=ranks, run={"output": "."}, file="config")  # where the engine puts what goes to disk
-    found = done.batch
-    if found.train is None or found.micro is None or found.rounds is None:
+    sizes = done.batch
+    if sizes.train is None or sizes.micro is None or sizes.rounds is None:
         remedy = "give a number: there is nothing here to resolve it by"
         raise UserError("train_micro_batch_size_per_gpu", "auto", "is not decided", remedy)
-    batch = EngineBatchSizes(found.train, found.micro, found.rounds)
+    batch = EngineBatchSizes(sizes.train, sizes.micro, sizes.rounds)
     values = {key: value for key, value in done.values.items() if key in EngineConfig.model_fields}
-    values |= {"accumulate": batch.accumulate, "clip": done.values.get("train", {}).get("clip")}
+    values["gradient_accumulation_steps"] = batch.accumulate
+    values["max_grad_norm"] = done.values.get("train", {}).get("max_grad_norm")
     log = done.values.get("log", {})
     values["breakdown"] = bool(log.get("breakdown") or log.get("comms"))
     account = [line(entry) for entry in done.account if entry.given]
@@ -82,17 +84,17 @@ def settle(config: dict[str, Any], ranks: int) -> DeepSpeedSettings:
             raise UserError(
                 f"config: {done.sources.get(path, path)}", None, problem, "remove it, or use shardwise train"
             )
-        shown = f"{done.sources.get(path, path)}: {value}"
-        account = [row for row in account if not row[0].startswith(shown.split(":")[0])]
-        account.append((shown, "no effect", "reports are the script's own"))
+        ignored = f"{done.sources.get(path, path)}: {value}"
+        account = [row for row in account if not row[0].startswith(ignored.split(":")[0])]
+        account.append((ignored, "no effect", "reports are the script's own"))
     return DeepSpeedSettings(config, values, batch, tuple(account))
 
 
 def print_account(settings: DeepSpeedSettings) -> None:
-    """What became of each key, as three columns."""
-    named = [(key, "honoured", f"{(settings.config.get(key) or {}).get('type')}, over the script's parameters")
+    """Prints how each key was handled, in three columns."""
+    built_here = [(key, "honoured", f"{(settings.config.get(key) or {}).get('type')}, over the script's parameters")
              for key in BUILT_HERE if settings.config.get(key)]  # fmt: skip
-    rows = [*named, *settings.account]
+    rows = [*built_here, *settings.account]
     widths = [max(len(row[column]) for row in rows) for column in (0, 1)] if rows else [0, 0]
     print("DeepSpeed config:", flush=True)
     for key, verdict, text in rows:
@@ -100,8 +102,8 @@ def print_account(settings: DeepSpeedSettings) -> None:
 
 
 def _leaves(values: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    found = []
+    leaves = []
     for name, value in values.items():
         path = f"{prefix}{name}"
-        found += _leaves(value, f"{path}.") if isinstance(value, dict) and value else [(path, value)]
-    return found
+        leaves += _leaves(value, f"{path}.") if isinstance(value, dict) and value else [(path, value)]
+    return leaves

@@ -1,4 +1,4 @@
-"""`deepspeed.initialize`: from a model and a config to an engine, its optimizer, loader and scheduler."""
+"""`deepspeed.initialize`: builds an engine, its optimizer, loader and scheduler from a model and a config."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def initialize(
     mesh_param: Any = None,
     config_params: Any = None,
 ) -> tuple[DeepSpeedEngine, torch.optim.Optimizer, Any, Any]:
-    """The engine, the optimizer, a loader of `training_data` and the scheduler (None where there is none)."""
+    """Returns the engine, the optimizer, a loader of `training_data` and the scheduler (None if there is none)."""
     if model is None:
         raise UserError("model", None, "is missing", "pass the model to train")
     if not isinstance(model, nn.Module):
@@ -83,16 +83,16 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
 
 
 def _with(item: Any, replaced: dict[int, nn.Parameter]) -> Any:
-    """A parameter or a group, with what `zero.Init` had divided replaced."""
+    """A parameter or group, with parameters sharded by `zero.Init` replaced."""
     if isinstance(item, dict):
         return item | {"params": [_with(p, replaced) for p in item["params"]]}
     return replaced.get(id(item), item)
 
 
-def _scheduler(given: Any, config: dict[str, Any], optimizer: torch.optim.Optimizer) -> Any:
-    """The script's scheduler, made over our optimizer; else the config's."""
-    if given is None:
+def _scheduler(scheduler: Any, config: dict[str, Any], optimizer: torch.optim.Optimizer) -> Any:
+    """The script's scheduler, built over our optimizer; else the config's."""
+    if scheduler is None:
         return schedules.configured(config, optimizer)
-    if callable(given) and not hasattr(given, "step"):
-        return given(optimizer)
-    return given
+    if callable(scheduler) and not hasattr(scheduler, "step"):
+        return scheduler(optimizer)
+    return scheduler

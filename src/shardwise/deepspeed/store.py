@@ -1,9 +1,9 @@
-"""Checkpoints under DeepSpeed's names: a folder per tag, and a file `latest` that names the newest tag.
+"""Checkpoints in DeepSpeed's layout: a folder per tag, and a file `latest` that names the newest tag.
 
-Inside a tag's folder lies a checkpoint of our own store (`step-…`): written atomically, hashed, loadable on any number
-of ranks and at any stage. A tag that is written again is replaced once the new one is whole. What the script adds
-(`client_state`) and the scheduler's state lie beside it and are read with torch's weights_only: numbers, text, lists,
-dicts and tensors; classes of your own only where the script names them with torch.serialization.add_safe_globals.
+A tag's folder contains a checkpoint of our own store (`step-…`): written atomically, hashed, loadable on any number of
+ranks and at any stage. An existing tag is replaced once the new one is complete. The script's data (`client_state`) and
+the scheduler's state are stored beside it and read with torch's weights_only: numbers, text, lists, dicts and tensors;
+other classes only if the script allows them with torch.serialization.add_safe_globals.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ logger = logging.getLogger("shardwise.deepspeed")
 
 
 def save(engine: Engine, root: Path, tag: str, extra: dict[str, Any], latest: bool, without_frozen: bool) -> Path:
-    """Writes the checkpoint of a tag, on all ranks; `latest` moves on once it is whole."""
+    """Writes the checkpoint of a tag, on all ranks; `latest` is updated once it is complete."""
     _check_tag(tag, engine)
     _check_folder(root, tag, engine)
     engine.sharded.reshard()  # an evaluation at stages 0 to 2 leaves gathered copies in the model
@@ -50,7 +50,7 @@ def save(engine: Engine, root: Path, tag: str, extra: dict[str, Any], latest: bo
 
 
 def find(root: Path, tag: str | None) -> Path | None:
-    """The checkpoint of a tag, or of the newest; None where there is none."""
+    """The checkpoint of a tag, or of the newest; None if there is none."""
     if tag is None:
         if not (root / LATEST).is_file():
             logger.warning(
@@ -60,29 +60,29 @@ def find(root: Path, tag: str | None) -> Path | None:
         tag = (root / LATEST).read_text().strip()
     if not (root / str(tag)).resolve().is_relative_to(root.resolve()):
         raise UserError("tag", str(tag), f"leads out of {root}", "give the name of a folder in it")
-    found = list_checkpoints(root / str(tag))
-    if not found:
+    checkpoints = list_checkpoints(root / str(tag))
+    if not checkpoints:
         hint = " (it was written by DeepSpeed itself)" if list((root / str(tag)).glob("*_states.pt")) else ""
         logger.warning("%s holds no checkpoint%s: none was loaded", root / str(tag), hint)
         return None
-    return found[-1]
+    return checkpoints[-1]
 
 
 def load(engine: Engine, folder: Path, strict: bool, optimizer: bool) -> dict[str, Any]:
-    """Reads a checkpoint into the engine, on all ranks; returns what was saved besides the tensors."""
+    """Loads a checkpoint into the engine, on all ranks; returns what was saved besides the tensors."""
     check_whole(folder, engine.world.control)
     engine.sharded.reshard()
     trainer = read_trainer(folder)
     if optimizer:
         prime_optimizer(engine.optimizer)
     stored = set(names_in(folder))
-    wanted = {k: v for k, v in engine.tensors().items() if optimizer or k.startswith(PREFIX)}
+    tensors = {k: v for k, v in engine.tensors().items() if optimizer or k.startswith(PREFIX)}
     forgiven = {PREFIX + name for name in trainer["frozen"]} - stored  # saved without them, on purpose
-    lacking = [k for k in wanted if k not in stored and k not in forgiven]
+    lacking = [k for k in tensors if k not in stored and k not in forgiven]
     if lacking and strict:
         problem = f"does not hold {lacking[0]}" + (f" and {len(lacking) - 1} more" if lacking[1:] else "")
         raise UserError("load_dir", str(folder), problem, "load it into the model and optimizer it was saved from")
-    load_tensors(folder, {k: v for k, v in wanted.items() if k in stored}, engine.world.checkpoint)
+    load_tensors(folder, {k: v for k, v in tensors.items() if k in stored}, engine.world.checkpoint)
     if optimizer:
         engine.updates = int(trainer["updates"])
         if trainer["scaler"]:
@@ -90,8 +90,8 @@ def load(engine: Engine, folder: Path, strict: bool, optimizer: bool) -> dict[st
     try:
         extra = torch.load(folder / MODEL / EXTRA, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
-        named = global_in(error) or str(error).splitlines()[0][:80]
-        problem = f"client_state holds what could run code when it is read ({named})"
+        culprit = global_in(error) or str(error).splitlines()[0][:80]
+        problem = f"client_state holds what could run code when it is read ({culprit})"
         remedy = "if you trust it, allow its class with torch.serialization.add_safe_globals before load_checkpoint"
         raise UserError("load_dir", str(folder), problem, remedy) from None
     assert isinstance(extra, dict)
@@ -99,12 +99,12 @@ def load(engine: Engine, folder: Path, strict: bool, optimizer: bool) -> dict[st
 
 
 def names_in(folder: Path) -> dict[str, Any]:
-    """What a checkpoint holds: a description of each tensor, by name."""
+    """Description of each tensor of a checkpoint, by name."""
     return dict(SafeReader(folder / STATE).read_metadata().state_dict_metadata)
 
 
 def _check_folder(root: Path, tag: str, engine: Engine) -> None:
-    """The folder must be there or be made; all ranks learn of it together, so that none waits for the others."""
+    """Checks on all ranks together that the folder exists or can be created, so that none waits for the others."""
     trouble: list[str | None] = [None]
     if engine.world.is_main:
         try:
@@ -117,7 +117,7 @@ def _check_folder(root: Path, tag: str, engine: Engine) -> None:
 
 
 def _check_tag(tag: str, engine: Engine) -> None:
-    """All ranks must mean the same folder."""
+    """Checks that all ranks use the same tag."""
     tags: list[Any] = [None] * engine.world.size
     dist.all_gather_object(tags, tag, group=engine.world.control)
     if len(set(tags)) > 1:

@@ -1,4 +1,4 @@
-"""`deepspeed.zero`."""
+"""Module path `deepspeed.zero`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A checkpoint as one plain fp32 state: for scripts, and as a program.
+"""Converts a checkpoint to one unsharded fp32 state dict: for scripts, and as a program.
 
 python -m shardwise.deepspeed.zero_to_fp32 CHECKPOINT_DIR OUTPUT_DIR [--tag TAG] [--safe_serialization]
 """
@@ -28,17 +28,19 @@ class LazyTensor:
     """A tensor that is read when `contiguous` is called."""
 
     def __init__(self, folder: Path, name: str, shape: torch.Size) -> None:
-        self.folder, self.name, self.shape = folder, name, shape
+        self.folder = folder
+        self.name = name
+        self.shape = shape
 
     def contiguous(self) -> torch.Tensor:
-        """The tensor, on the host."""
+        """Reads the tensor to the host."""
         return _read(self.folder, {self.name: self.shape})[self.name]
 
 
 def get_fp32_state_dict_from_zero_checkpoint(
     checkpoint_dir: str | Path, tag: str | None = None, exclude_frozen_parameters: bool = False, lazy_mode: bool = False
 ) -> dict[str, Any]:
-    """The model's whole fp32 state from a folder that `save_checkpoint` wrote; needs no other process."""
+    """The model's full fp32 state dict from a `save_checkpoint` folder; needs no other process."""
     folder, shapes = _open(Path(checkpoint_dir), tag, exclude_frozen_parameters)
     if lazy_mode:
         return {name: LazyTensor(folder, name, shape) for name, shape in shapes.items()}
@@ -48,7 +50,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
 def load_state_dict_from_zero_checkpoint(
     model: nn.Module, checkpoint_dir: str | Path, tag: str | None = None
 ) -> nn.Module:
-    """The model, on the host, with the checkpoint's values."""
+    """Loads the checkpoint's values into the model, on the host, and returns it."""
     model = model.cpu()
     model.load_state_dict(get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag), strict=False)
     return model
@@ -84,11 +86,11 @@ def _open(root: Path, tag: str | None, without_frozen: bool) -> tuple[Path, dict
         if not (root / LATEST).is_file():
             raise UserError("checkpoint_dir", str(root), f"has no file {LATEST!r}", "give the tag")
         tag = (root / LATEST).read_text().strip()
-    found = list_checkpoints(root / tag)
-    if not found:
+    checkpoints = list_checkpoints(root / tag)
+    if not checkpoints:
         remedy = "give a folder that save_checkpoint wrote (for one of DeepSpeed's own, use its zero_to_fp32.py)"
         raise UserError("checkpoint_dir", str(root / tag), "holds no checkpoint", remedy)
-    folder = found[-1]
+    folder = checkpoints[-1]
     check_whole(folder)
     frozen = set(read_trainer(folder)["frozen"]) if without_frozen else set()
     stored = {n.removeprefix(PREFIX): m.size for n, m in names_in(folder).items() if n.startswith(PREFIX)}
@@ -104,13 +106,13 @@ def _read(folder: Path, shapes: dict[str, torch.Size]) -> dict[str, torch.Tensor
 
 def _parts(shapes: dict[str, torch.Size], limit: int | None) -> Iterator[dict[str, torch.Size]]:
     part: dict[str, torch.Size] = {}
-    held = 0
+    total = 0
     for name, shape in shapes.items():
         size = 4 * shape.numel()
-        if part and limit is not None and held + size > limit:
+        if part and limit is not None and total + size > limit:
             yield part
-            part, held = {}, 0
-        part[name], held = shape, held + size
+            part, total = {}, 0
+        part[name], total = shape, total + size
     yield part
 
 
@@ -126,7 +128,7 @@ def _write(tensors: dict[str, torch.Tensor], target: Path, safe: bool) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The program: exit code 0, or 2 with one message."""
+    """Entry point: returns 0, or 2 after an error message."""
     parser = argparse.ArgumentParser(prog="zero_to_fp32", description="Writes a checkpoint as one plain fp32 state.")
     parser.add_argument("checkpoint_dir", help="the folder given to save_checkpoint, with the file `latest`")
     parser.add_argument("output_dir", help="folder for the result")

@@ -1,1 +1,1 @@
-"""The demo: facts about distributed training, taught to a small real model on a CPU."""
+"""The demo: teaches facts about distributed training to a small pretrained model on a CPU."""

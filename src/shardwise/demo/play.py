@@ -1,7 +1,7 @@
-"""Plays the demo: ask, train on two ranks with ZeRO, ask again.
+"""Runs the demo: ask, train on two ranks with ZeRO, ask again.
 
-The questions asked are phrasings that the training pairs do not contain; the answers are facts that they do. How many
-pairs are used depends on how fast this machine is, measured first, so that the demo ends in time anywhere.
+The questions are phrased differently from the training pairs; the answers are facts contained in them. The number of
+pairs depends on the measured speed of this machine, so that the demo ends in time anywhere.
 """
 
 from __future__ import annotations
@@ -46,11 +46,12 @@ output: {output}
 
 
 def play(output: Path, seconds: int, ranks: int) -> None:
-    """The whole demo, in the terminal; leaves the model, the curve and its RUN.yaml in `output`."""
+    """Runs the demo in the terminal; leaves the model, the curve and its RUN.yaml in `output`."""
     from shardwise.launch.trainer import Trainer
     from shardwise.train.describe import print_plan, print_result
 
-    console, started = Console(), time.monotonic()
+    console = Console()
+    started = time.monotonic()
     console.rule("shardwise demo: teach a small model facts about distributed training", align="left")
     held_out = _lines("heldout.jsonl")
     console.print("loading SmolLM2-135M-Instruct (the first time it is converted: half a minute)")
@@ -68,18 +69,18 @@ def play(output: Path, seconds: int, ranks: int) -> None:
     # A demo begins anew each time, also after one that was broken off; its folder is its own.
     shutil.rmtree(output / "checkpoints", ignore_errors=True)
     trainer = Trainer(run_file, "resume=never")
-    job = trainer.prepare()
-    print_plan(job, console)
+    resolved = trainer.prepare()
+    print_plan(resolved, console)
     result = trainer.fit(lambda text: console.print(f"  {text}", highlight=False))
 
     after, _ = _ask_and_time(str(result.model), held_out)
-    print_result(result, job, console)
+    print_result(result, resolved, console)
     _show(console, held_out[:facts], before, after)
     console.print(f"all in {time.monotonic() - started:.0f} s; the run is described in {run_file}", highlight=False)
 
 
 def write_example(path: Path) -> None:
-    """A RUN.yaml to start from, beside a copy of the pairs."""
+    """Writes a RUN.yaml to start from, beside a copy of the pairs."""
     if path.exists():
         raise UserError("--write", str(path), "exists already", "choose another name")
     pairs = path.with_name("pairs.jsonl")
@@ -113,28 +114,32 @@ def _ask_and_time(model_name: str, held_out: list[dict[str, Any]]) -> tuple[list
 
 
 def _trained(speed: float, gain: float) -> float:
-    """Tokens/s of training, from those in fp32: where a CPU is fast in bf16, the products gain, 2/3 of a step."""
+    """Training tokens/s, from those in fp32: if a CPU is fast in bf16, the matmuls (2/3 of a step) gain."""
     from shardwise.config.resolve import WORTH_BF16
 
     return speed if gain < WORTH_BF16 else speed / (1 / 3 + 2 / 3 / gain)
 
 
 def _facts_for(seconds: int, tokens_per_second: float) -> int:
-    """How many facts, in file order, can be read EPOCHS times in the time (about 70 tokens a pair)."""
+    """How many facts, in file order, can be trained on for EPOCHS epochs in the time (about 70 tokens a pair)."""
     total = len(_lines("pairs.jsonl")) // PHRASINGS
     return max(FEWEST_FACTS, min(total, int(seconds * tokens_per_second / (EPOCHS * PHRASINGS * 70))))
 
 
 def right(answer: str, keywords: list[str]) -> bool:
-    """Whether an answer holds every keyword."""
+    """Whether an answer contains every keyword."""
     return all(word.lower() in answer.lower() for word in keywords)
 
 
-def _show(console: Console, asked: list[dict[str, Any]], before: list[str], after: list[str]) -> None:
+def _show(console: Console, questions: list[dict[str, Any]], before: list[str], after: list[str]) -> None:
     console.rule("questions in words the model never saw", align="left")
-    scores = [(right(b, q["keywords"]), right(a, q["keywords"])) for q, b, a in zip(asked, before, after, strict=False)]
+    scores = [
+        (right(b, q["keywords"]), right(a, q["keywords"])) for q, b, a in zip(questions, before, after, strict=False)
+    ]
     for index in SHOWN:
-        question, old, new = asked[index], before[index], after[index]
+        question = questions[index]
+        old = before[index]
+        new = after[index]
         table = Table(show_header=False, box=None, padding=(0, 2, 0, 0), expand=False)
         table.add_column(style="bold", no_wrap=True)
         table.add_column(overflow="fold")

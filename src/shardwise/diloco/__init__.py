@@ -1,5 +1,5 @@
-"""Training apart: hosts that train on their own and meet every some steps, over a slow link (DiLoCo, FedAvg).
+"""DiLoCo and FedAvg: workers train locally and synchronise every N steps, over a slow link.
 
-A worker is an ordinary run with its own ranks, data and checkpoints; what it trained travels to a meeting point
-(`shardwise meet`), which averages the differences, makes the outer step and hands the new parameters back.
+A worker is an ordinary run with its own ranks, data and checkpoints; it sends its parameter differences to the sync
+server (`shardwise diloco-server`), which averages them, makes the outer step and returns the new parameters.
 """

@@ -1,8 +1,7 @@
-"""A worker's side of the network: joins, sends its difference, waits for the round to end, fetches what came of it.
+"""Client of the sync server: joins, sends its difference, waits for the round to end, fetches the result.
 
-Every request can be made twice without harm, so whatever goes wrong on the way is tried again until the worker's
-patience is at its end: a meeting point that is started anew is met as if nothing had been. What is sent and fetched
-lies in files, so that trying again costs no computing.
+Every request is idempotent, so failures are retried until the worker's patience is exhausted: a restarted sync server
+is transparent. What is sent and fetched is in files, so that a retry costs no computing.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ SLOWEST = 120.0  # seconds without a byte after which a connection is given up
 
 
 class SyncRefused(Exception):
-    """The meeting point refused: its code, and its words."""
+    """The sync server rejected a request: its code and message."""
 
     def __init__(self, code: str, words: str) -> None:
         self.code, self.words = code, words
@@ -35,7 +34,7 @@ class SyncRefused(Exception):
 
 @dataclass(frozen=True)
 class RoundEnded:
-    """A round that ended: the number of the next, and how its parameters came (`global` or `update`)."""
+    """A completed round: the number of the next, and the form of its parameters (`global` or `update`)."""
 
     round: int
     kind: str
@@ -46,7 +45,7 @@ class RoundEnded:
 
 
 class _Counting(http.client.HTTPConnection):
-    """Counts what it sends, headers included."""
+    """HTTP connection that counts the bytes it sends, headers included."""
 
     sent = 0
 
@@ -56,20 +55,24 @@ class _Counting(http.client.HTTPConnection):
 
 
 class Client:
-    """One worker's way to the meeting point."""
+    """Connection of one worker to the sync server."""
 
     def __init__(
         self, host: str, port: int, name: str, token: str | None, patience: float,
-        tell: Callable[[str], None] = lambda _: None,
+        log: Callable[[str], None] = lambda _: None,
     ) -> None:  # fmt: skip
-        self.host, self.port, self.name, self.patience = host, port, name, patience
-        self._tell, self._waiting = tell, WaitReporter()
+        self.host = host
+        self.port = port
+        self.name = name
+        self.patience = patience
+        self._log = log
+        self._waiting = WaitReporter()
         self._headers = {WORKER: quote(name)} | ({"Authorization": f"Bearer {token}"} if token else {})
         self._open: _Counting | None = None
         self.bytes_sent = self.bytes_received = 0
 
     def join(self, plan: VectorPlan, base: dict[str, str], digest: str) -> dict[str, Any]:
-        """What the meeting point says to a worker that comes: `give` your parameters, or `go` from round so-and-so."""
+        """Joins the rounds; the reply asks to `give` the parameters, or to `go` from a given round."""
         tensors = [[name, list(shape)] for name, shape in plan.tensors]
         while True:
             answer = self._json("POST", "join", {"tensors": tensors, "base": base, "digest": digest})
@@ -78,7 +81,7 @@ class Client:
             time.sleep(0.2)  # another worker is giving the parameters
 
     def give(self, plan: VectorPlan, base: dict[str, str], files: Path) -> bool:
-        """Hands over the first parameters; False if another worker did."""
+        """Uploads the initial parameters; False if another worker did."""
         try:
             for index in range(plan.parts):
                 self._ask("PUT", f"give/{index}", (files / f"{index:05d}").read_bytes())
@@ -98,7 +101,7 @@ class Client:
         updates: bool,
         stopping: Callable[[], bool],
     ) -> RoundEnded | None:
-        """Sends the parts in `files`, waits, and fetches into `target`; None if it was told to stop while waiting."""
+        """Sends the parts in `files`, waits, and fetches into `target`; None if asked to stop while waiting."""
         began = time.monotonic()
         late = False
         while True:
@@ -130,17 +133,18 @@ class Client:
         except SyncRefused as no:
             if no.code != "gone":
                 raise
-            kind, number = "global", self.fetch_global(plan, target)
+            kind = "global"
+            number = self.fetch_global(plan, target)
         return RoundEnded(number, kind, late, False, seconds, {k: v for k, v in answer.items() if k not in _OWN})
 
     def fetch(self, plan: VectorPlan, number: int, kind: str, target: Path) -> None:
-        """The parts of a round into files."""
+        """Fetches the parts of a round into files."""
         target.mkdir(parents=True, exist_ok=True)
         for index in range(plan.parts):
             (target / f"{index:05d}").write_bytes(self._ask("GET", f"round/{number}/{kind}/{index}"))
 
     def fetch_global(self, plan: VectorPlan, target: Path) -> int:
-        """The present parameters into files, and the number of their round."""
+        """Fetches the current parameters into files; returns the number of their round."""
         while True:
             number = int(self._json("GET", "status")["round"])
             try:
@@ -151,7 +155,7 @@ class Client:
                     raise
 
     def leave(self) -> None:
-        """Says goodbye, once: if nobody hears it, the others wait a little longer."""
+        """Announces that this worker leaves, once and without retries."""
         self.patience = 0.0
         try:
             self._json("POST", "leave", {})
@@ -161,7 +165,7 @@ class Client:
             self.close()
 
     def close(self) -> None:
-        """Hangs up."""
+        """Closes the connection."""
         if self._open is not None:
             self._open.close()
             self._open = None
@@ -170,7 +174,8 @@ class Client:
         return dict(json.loads(self._ask(method, path, None if values is None else json.dumps(values).encode())))
 
     def _ask(self, method: str, path: str, body: bytes | None = None) -> bytes:
-        began, pause = time.monotonic(), 0.1
+        began = time.monotonic()
+        pause = 0.1
         while True:
             try:
                 answer = self._once(method, path, body)
@@ -180,14 +185,15 @@ class Client:
                 self.close()
                 waited = time.monotonic() - began
                 if self._waiting.due("an answer"):
-                    self._tell(
-                        f"apart.meet: nobody answers at {self.host}:{self.port} ({error or type(error).__name__}); "
-                        f"{waited:.0f} s so far, giving up after {in_words(self.patience)} (apart.patience)"
+                    self._log(
+                        f"diloco.server: nobody answers at {self.host}:{self.port} ({error or type(error).__name__}); "
+                        f"{waited:.0f} s so far, giving up after {in_words(self.patience)} (diloco.connect_timeout)"
                     )
                 if waited > self.patience:
                     raise RunFailed(
-                        f"the meeting point at {self.host}:{self.port} could not be reached for {self.patience:g} s "
-                        f"({error or type(error).__name__})\n  → start it (shardwise meet), or raise apart.patience"
+                        f"the sync server at {self.host}:{self.port} could not be reached for {self.patience:g} s "
+                        f"({error or type(error).__name__})\n"
+                        "  → start it (shardwise diloco-server), or raise diloco.connect_timeout"
                     ) from None
                 time.sleep(pause)
                 pause = min(pause * 2, 5.0)
@@ -208,20 +214,23 @@ class Client:
         if answer.status == 200:
             return content
         try:
-            said = json.loads(content)
-            code, words = str(said["code"]), str(said["error"])
+            error = json.loads(content)
+            code, words = str(error["code"]), str(error["error"])
         except (ValueError, KeyError, TypeError):
-            code, words = "stranger", f"what listens there is no meeting point (status {answer.status})"
+            code, words = "stranger", f"what listens there is no sync server (status {answer.status})"
         if code in _MISTAKES or code == "stranger":
-            field, remedy = _MISTAKES.get(code, ("apart.meet", "check host and port"))
-            raise UserError(field, None if field == "apart.token_env" else f"{self.host}:{self.port}", words, remedy)
+            field, remedy = _MISTAKES.get(code, ("diloco.server", "check host and port"))
+            raise UserError(field, None if field == "diloco.token_env" else f"{self.host}:{self.port}", words, remedy)
         if code in ("values", "ahead", "form", "size", "path"):
-            raise RunFailed(f"the meeting point refused what this worker sent: {words}")
+            raise RunFailed(f"the sync server refused what this worker sent: {words}")
         raise SyncRefused(code, words)
 
 
 _OWN = ("state", "round")
 _MISTAKES = {
-    "token": ("apart.token_env", "set it to the variable with the token that `shardwise meet --token-env` has"),
-    "other": ("apart.meet", "give all workers the same model, tokenizer and method, or another meeting point"),
+    "token": (
+        "diloco.token_env",
+        "set it to the variable with the token that `shardwise diloco-server --token-env` has",
+    ),
+    "other": ("diloco.server", "give all workers the same model, tokenizer and method, or another sync server"),
 }

@@ -1,4 +1,4 @@
-"""`shardwise meet`: checks what can be checked, listens, and keeps the rounds until it is told to stop."""
+"""`shardwise diloco-server`: validates the options, listens, and runs the sync server until it is stopped."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from shardwise.core.stop_requested import StopRequested
 
 @dataclass(frozen=True)
 class SyncServerOptions:
-    """What the command line says; None = as the method has it."""
+    """Command-line options; None = the method's default."""
 
     host: str = "127.0.0.1"
     port: int = 29400
-    state: Path = Path("out/meet")
+    state: Path = Path("out/diloco")
     method: str = "diloco"
     outer: str | None = None
     rate: float | None = None
@@ -37,7 +37,7 @@ class SyncServerOptions:
 
 
 def meet(options: SyncServerOptions) -> None:
-    """Runs a meeting point until Ctrl-C or SIGTERM."""
+    """Runs the sync server until Ctrl-C or SIGTERM."""
     from shardwise.diloco.ledger import RoundLedger
     from shardwise.diloco.rounds import Rounds
     from shardwise.diloco.server import MeetServer
@@ -71,14 +71,14 @@ def meet(options: SyncServerOptions) -> None:
 
 
 def _only_one(folder: Path) -> FileLock:
-    """Two meeting points in one folder would write over each other's rounds: the second is refused."""
+    """Locks the state folder: two sync servers in it would overwrite each other's rounds."""
     lock = FileLock(folder / ".lock", timeout=0, thread_local=False)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock.acquire()
     except Timeout:
         remedy = "wait for it to end, or name another folder"
-        raise UserError("--state", str(folder), "another meeting point is using this folder", remedy) from None
+        raise UserError("--state", str(folder), "another sync server is using this folder", remedy) from None
     except FileExistsError:
         raise UserError("--state", str(folder), "is a file", "name a folder") from None
     except OSError as error:
@@ -107,30 +107,32 @@ def _serve(server: Any) -> None:
 
 
 def rule_of(options: SyncServerOptions) -> Any:
-    """The meeting's rule; raises UserError for what cannot be meant."""
+    """The outer rule; raises UserError for invalid options."""
     from shardwise.config.units import parse_duration
     from shardwise.diloco.codec import DTYPES
     from shardwise.diloco.outer_step import METHODS
 
-    choices = {"--method": (options.method, METHODS), "--outer": (options.outer, ("nesterov", "sgd")),
+    choices = {"--method": (options.method, METHODS), "--outer-optimizer": (options.outer, ("nesterov", "sgd")),
                "--weight": (options.weight, ("equal", "tokens")), "--dtype": (options.dtype, DTYPES)}  # fmt: skip
     for name, (value, known) in choices.items():
         if value is not None and value not in known:
             raise UserError(name, value, "is not known", f"use {', '.join(known)}")
-    given: dict[str, Any] = {
+    overrides: dict[str, Any] = {
         "optimizer": options.outer,
         "rate": options.rate,
         "momentum": options.momentum,
         "weight": options.weight,
     }
     if options.outer == "nesterov" and not (options.momentum or METHODS[options.method].momentum):
-        remedy = "add e.g. --momentum 0.9, or leave --outer out"
-        raise UserError("--outer", options.outer, "is the same as sgd without momentum", remedy)
-    rule = replace(METHODS[options.method], **{name: value for name, value in given.items() if value is not None})
+        remedy = "add e.g. --outer-momentum 0.9, or leave --outer-optimizer out"
+        raise UserError("--outer-optimizer", options.outer, "is the same as sgd without momentum", remedy)
+    rule = replace(METHODS[options.method], **{name: value for name, value in overrides.items() if value is not None})
     if not 0 < rule.rate < float("inf"):
-        raise UserError("--rate", rule.rate, "must be above 0", "use e.g. 0.7; FedAvg has 1")
+        raise UserError("--outer-lr", rule.rate, "must be above 0", "use e.g. 0.7; FedAvg has 1")
     if not 0 <= rule.momentum < 1:
-        raise UserError("--momentum", rule.momentum, "must be at least 0 and below 1", "use e.g. 0.9; FedAvg has 0")
+        raise UserError(
+            "--outer-momentum", rule.momentum, "must be at least 0 and below 1", "use e.g. 0.9; FedAvg has 0"
+        )
     try:
         wait = float(parse_duration(options.wait))
         if wait <= 0:
@@ -142,16 +144,16 @@ def rule_of(options: SyncServerOptions) -> Any:
 
 
 def banner(options: SyncServerOptions, listener: socket.socket) -> str:
-    """Where it is, what it goes by, and what workers have to say."""
+    """Startup message: address, outer rule, and the settings for workers."""
     rule = rule_of(options)
     host, port = listener.getsockname()[:2]
-    shown = f"[{host}]" if ":" in host else host
+    hostname = f"[{host}]" if ":" in host else host
     step = f"{rule.optimizer}, rate {rule.rate:g}, momentum {rule.momentum:g}"
     token = f", token_env: {options.token_env}" if options.token_env else ""
     return "\n".join([
-        f"meeting at {shown}:{port} (Ctrl-C stops; the same command goes on)",
+        f"sync server at {hostname}:{port} (Ctrl-C stops; the same command goes on)",
         f"  outer step: {step}; workers count {'alike' if rule.weight == 'equal' else 'by their tokens'}; "
         f"{rule.dtype} on the wire; a round waits {rule.wait:g} s for the slow, and for {rule.least} at least",
         f"  state in {options.state}",
-        f"  in each worker's RUN.yaml:  apart: {{meet: '{shown}:{port}', every: 50{token}}}",
+        f"  in each worker's RUN.yaml:  diloco: {{server: '{hostname}:{port}', sync_every: 50{token}}}",
     ])  # fmt: skip

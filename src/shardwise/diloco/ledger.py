@@ -1,12 +1,12 @@
-"""What the meeting point keeps, in files: the state of each round, written whole before anyone is told of it.
+"""State of the sync server in files: each round is written completely before any worker learns of it.
 
     state.json          round, plan, members, figures of the last round; replaced atomically
-    round-00000012/     global-00000 … (parameters), rest-00000 … (momentum, what rounding lost), update-00000 … (sent)
-    incoming/WORKER/    parts of differences on their way in; of no use after a restart
+    round-00000012/     global-00000 … (parameters), rest-00000 … (momentum, rounding errors), update-00000 … (sent)
+    incoming/WORKER/    parts of differences being received; discarded after a restart
     rounds.jsonl        one JSON object per round
 
-Files are the state, not a copy of it: a part at a time is in memory, whatever the model's size, and a meeting point
-that is killed loses the round under way and nothing else. The last two rounds stay, for workers that are slow to fetch.
+Files are the state, not a copy of it: one part at a time is in memory, whatever the model's size, and a sync server
+that is killed loses only the current round. The last two rounds are kept, for workers that are slow to fetch.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ STATE = "state.json"
 
 @dataclass(frozen=True)
 class Arrival:
-    """A worker's part in a round."""
+    """A worker's contribution to a round."""
 
     worker: str
     tokens: int
@@ -44,7 +44,7 @@ class Arrival:
 
 @dataclass(frozen=True)
 class Made:
-    """What a round came to."""
+    """Result of a round."""
 
     digest: str
     mean_norm: float
@@ -53,7 +53,7 @@ class Made:
 
 
 class RoundLedger:
-    """The files of one meeting point."""
+    """The files of one sync server."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -67,40 +67,40 @@ class RoundLedger:
         return self.root / "incoming"
 
     def state(self) -> dict[str, Any] | None:
-        """What was last written down; None for a fresh folder."""
+        """The last written state; None for a new folder."""
         try:
             return dict(json.loads((self.root / STATE).read_text()))
         except FileNotFoundError:
             return None
 
     def write_state(self, values: dict[str, Any]) -> None:
-        """Atomically, and on the disk when it returns."""
+        """Writes the state atomically and durably."""
         write_atomically(self.root / STATE, json.dumps(values, indent=1).encode())
         sync_folder(self.root)
 
     def note(self, record: dict[str, Any]) -> None:
-        """One more line of rounds.jsonl."""
+        """Appends a line to rounds.jsonl."""
         with (self.root / "rounds.jsonl").open("a") as file:
             file.write(json.dumps(record) + "\n")
 
     def folder(self, number: int) -> Path:
-        """The files of a round."""
+        """Folder of a round."""
         return self.root / f"round-{number:08d}"
 
     def part(self, number: int, kind: str, index: int) -> Path:
-        """One file of a round."""
+        """Path of one file of a round."""
         return self.folder(number) / f"{kind}-{index:05d}"
 
     def arriving(self, worker: str, index: int) -> Path:
-        """Where a worker's part is put; its name may be anything, so it is not part of the path."""
+        """Path of a worker's part, by a hash of its name, which may contain anything."""
         return self.incoming / hashlib.sha256(worker.encode()).hexdigest()[:32] / f"{index:05d}"
 
     def forget(self, worker: str) -> None:
-        """What a worker sent is used, or of no use."""
+        """Deletes what a worker sent."""
         shutil.rmtree(self.arriving(worker, 0).parent, ignore_errors=True)
 
     def begin(self, worker: str, plan: VectorPlan) -> str:
-        """Round 0 from the parts that a worker gave; returns their digest."""
+        """Creates round 0 from the parts that a worker gave; returns their digest."""
 
         def make(folder: Path, index: int) -> torch.Tensor:
             values = decode(self.arriving(worker, index).read_bytes(), "fp32", plan.size(index))
@@ -114,38 +114,38 @@ class RoundLedger:
     def advance(
         self, number: int, plan: VectorPlan, arrivals: list[Arrival], weights: list[float], rule: OuterRule
     ) -> Made:
-        """The outer step from round `number` to the next, a part at a time."""
+        """Makes the outer step from round `number` to the next, one part at a time."""
         squares = {a.worker: [0.0, 0.0] for a in arrivals}
-        whole = [0.0]
+        mean_square = [0.0]
 
         def make(folder: Path, index: int) -> torch.Tensor:
             size = plan.size(index)
             before = load_file(self.part(number, "global", index))[KEY]
-            rest = load_file(found) if (found := self.part(number, "rest", index)).exists() else {}
-            came = [decode(self.arriving(a.worker, index).read_bytes(), rule.dtype, size) for a in arrivals]
-            mean = mean_of(came, weights)
-            whole[0] += float(mean.square().sum())
-            for arrival, difference in zip(arrivals, came, strict=True):
+            state = load_file(state_file) if (state_file := self.part(number, "rest", index)).exists() else {}
+            differences = [decode(self.arriving(a.worker, index).read_bytes(), rule.dtype, size) for a in arrivals]
+            mean = mean_of(differences, weights)
+            mean_square[0] += float(mean.square().sum())
+            for arrival, difference in zip(arrivals, differences, strict=True):
                 own = difference.double()
                 squares[arrival.worker][0] += float(own.square().sum())
                 squares[arrival.worker][1] += float((own - mean).square().sum())
-            after, velocity = outer_step(before, rest.get("velocity"), mean, rule)
-            kept = {} if velocity is None else {"velocity": velocity}
+            after, velocity = outer_step(before, state.get("velocity"), mean, rule)
+            new_state = {} if velocity is None else {"velocity": velocity}
             if rule.dtype != "fp32":
                 # Workers add up what they were sent, rounded: so do we, and all have the same parameters to the bit.
-                lost = rest.get("lost", torch.zeros(size)).clone()
+                lost = state.get("lost", torch.zeros(size)).clone()
                 body = encode(after - before, rule.dtype, lost)
                 after = before + decode(body, rule.dtype, size)
-                kept["lost"] = lost
+                new_state["lost"] = lost
                 _write(folder / f"update-{index:05d}", body)
             _save(folder / f"global-{index:05d}", {KEY: after})
-            if kept:
-                _save(folder / f"rest-{index:05d}", kept)
+            if new_state:
+                _save(folder / f"rest-{index:05d}", new_state)
             return after
 
         digest = self._write_round(number + 1, plan, make)
         norms = {name: sqrt(own) for name, (own, _) in squares.items()}
-        return Made(digest, sqrt(whole[0]), norms, {name: sqrt(far) for name, (_, far) in squares.items()})
+        return Made(digest, sqrt(mean_square[0]), norms, {name: sqrt(far) for name, (_, far) in squares.items()})
 
     def _write_round(self, number: int, plan: VectorPlan, make: Callable[[Path, int], torch.Tensor]) -> str:
         target = self.folder(number)
@@ -162,14 +162,14 @@ class RoundLedger:
         return digest.hexdigest()
 
     def prune(self, newest: int) -> None:
-        """Rounds that nobody can ask for any more."""
+        """Deletes rounds that can no longer be requested."""
         for folder in self.root.glob("round-*"):
             if int(folder.name.removeprefix("round-")) not in (newest, newest - 1):
                 shutil.rmtree(folder, ignore_errors=True)
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """A file that is there whole or not at all."""
+    """Writes a file atomically."""
     partial = path.with_name(f".{path.name}.partial")
     _write(partial, content)
     os.replace(partial, path)

@@ -1,7 +1,7 @@
-"""The outer step: what the meeting point makes of the workers' differences, part by part.
+"""The outer step: combines the workers' differences, part by part.
 
-A difference is (parameters at the start of the round) - (a worker's parameters now): a gradient in all but name. DiLoCo
-gives their mean to SGD with Nesterov's momentum; FedAvg is rate 1 without momentum, weighted by what each learned from.
+A difference is (parameters at the start of the round) - (a worker's parameters now): a pseudo-gradient. DiLoCo gives
+their mean to SGD with Nesterov momentum; FedAvg is rate 1 without momentum, weighted by each worker's tokens.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from shardwise.diloco.codec import Dtype
 
 @dataclass(frozen=True)
 class OuterRule:
-    """What a meeting goes by; the meeting point's own, told to whoever joins."""
+    """Settings of the outer step; the sync server's, sent to workers that join."""
 
     optimizer: Literal["nesterov", "sgd"] = "nesterov"
     rate: float = 0.7
@@ -32,14 +32,14 @@ METHODS = {"diloco": OuterRule(), "fedavg": OuterRule("sgd", 1.0, 0.0, "tokens")
 
 
 def weights_of(rule: OuterRule, tokens: Sequence[int]) -> list[float]:
-    """Each worker's share of the mean; they add up to 1. Workers that learned from nothing count nothing."""
+    """Each worker's weight in the mean; they sum to 1. Workers without tokens have weight 0."""
     counts = [1.0 if rule.weight == "equal" else float(n) for n in tokens]
     total = sum(counts)
     return [c / total for c in counts] if total else [1.0 / len(counts)] * len(counts)
 
 
 def mean_of(differences: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
-    """The weighted mean, in fp64: its order and rounding are then no matter."""
+    """The weighted mean, in fp64, so that order and rounding do not matter."""
     total = torch.zeros(differences[0].shape, dtype=torch.float64)
     for difference, weight in zip(differences, weights, strict=True):
         total.add_(difference.double(), alpha=weight)

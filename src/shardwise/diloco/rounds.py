@@ -1,14 +1,13 @@
-"""Who is there, who has sent, and when a round ends: the meeting point without its network.
+"""Membership, arrivals and the end of rounds: the sync server without its network.
 
-[Note: rounds] Round k begins with the global parameters k and ends with k + 1. It ends when every worker that is
-expected has sent its difference, or `wait` seconds after the first one did; never with fewer than `least` (less those
-that have finished their runs).
-  * Who was expected and did not send is dropped, and no longer waited for. If it comes after all, or again, it is a
-    member again.
-  * A difference that comes one round late counts in the round under way: it still says where the worker's data pull.
-    An older one is of no use: the worker takes the global parameters and goes on from there.
-  * Who joins while a round is under way is expected from the next one on; in this one it may send, but is not waited
-    for.
+[Note: rounds] Round k begins with the global parameters k and ends with k + 1. It ends when every expected worker has
+sent its difference, or `wait` seconds after the first one did; never with fewer than `least` (less those that have
+finished their runs).
+  * A worker that was expected and did not send is dropped, and no longer waited for. If it sends later, or joins again,
+    it is a member again.
+  * A difference that is one round late counts in the current round: it still says where the worker's data pull. An
+    older one is rejected: the worker takes the global parameters and continues from there.
+  * A worker that joins during a round is expected from the next one on; in this one it may send, but is not waited for.
   * A worker's last difference is marked as such: it is not expected again.
 """
 
@@ -29,22 +28,28 @@ TICK = 0.1  # seconds between looks at the clock
 
 
 class RequestRefused(Exception):
-    """An answer that is no: an HTTP status, a code for programs, and words."""
+    """A rejected request: an HTTP status, a code for programs, and a message."""
 
     def __init__(self, status: int, code: str, words: str) -> None:
-        self.status, self.code, self.words = status, code, words
+        self.status = status
+        self.code = code
+        self.words = words
         super().__init__(words)
 
 
 class Rounds:
-    """The rounds of one meeting point; every method may be called from any thread."""
+    """The rounds of one sync server; thread-safe."""
 
-    def __init__(self, ledger: RoundLedger, rule: OuterRule, tell: Callable[[str], None] = lambda _: None) -> None:
-        self.ledger, self.rule, self._tell = ledger, rule, tell
+    def __init__(self, ledger: RoundLedger, rule: OuterRule, log: Callable[[str], None] = lambda _: None) -> None:
+        self.ledger = ledger
+        self.rule = rule
+        self._log = log
         self._changed = threading.Condition()
         self._plan: VectorPlan | None = None
         self._base: dict[str, str] = {}
-        self._round, self._digest, self._finished = 0, "", 0
+        self._round = 0
+        self._digest = ""
+        self._finished = 0
         self._members: dict[str, int] = {}  # worker → the first round it is expected in
         self._arrivals: dict[str, Arrival] = {}
         self._first = 0.0  # when the first difference of this round came
@@ -54,15 +59,18 @@ class Rounds:
         self.bytes_in = self.bytes_out = 0
         self.failure: BaseException | None = None
         if (state := ledger.state()) is not None:
-            self._plan, self._base = VectorPlan.read(state["tensors"]), state["base"]
-            self._round, self._digest, self._finished = state["round"], state["digest"], state["finished"]
+            self._plan = VectorPlan.read(state["tensors"])
+            self._base = state["base"]
+            self._round = state["round"]
+            self._digest = state["digest"]
+            self._finished = state["finished"]
             self._members, self._figures = state["members"], state["figures"]
-            tell(f"going on at round {self._round}, with {len(self._members)} workers known")
+            log(f"going on at round {self._round}, with {len(self._members)} workers known")
 
     # What workers ask
 
     def join(self, worker: str, values: dict[str, Any]) -> dict[str, Any]:
-        """Takes a worker in: it must train the same tensors of the same model. The first one gives the parameters."""
+        """Adds a worker, which must train the same tensors of the same model. The first one gives the parameters."""
         try:
             plan = VectorPlan.read(values.get("tensors"))
         except ValueError as error:
@@ -75,29 +83,30 @@ class Rounds:
                     expected = 0 if self._round == 0 else self._round + 1
                     self._members[worker] = expected
                     self._write()
-                    self._tell(f"{worker} joined at round {self._round} ({_count(len(self._members))})")
+                    self._log(f"{worker} joined at round {self._round} ({_count(len(self._members))})")
                 same = values.get("digest") == self._digest
                 return {"state": "go", "round": self._round, "same": same, "rule": asdict(self.rule)}
             silent = time.monotonic() - self._giver_seen > self.rule.wait
             if self._giver in ("", worker) or silent:
-                self._giver, self._giver_seen = worker, time.monotonic()
+                self._giver = worker
+                self._giver_seen = time.monotonic()
                 return {"state": "give"}
             return {"state": "wait"}
 
     def _compare(self, worker: str, plan: VectorPlan, base: dict[str, str]) -> None:
         assert self._plan is not None
         if difference := plan.differs(self._plan):
-            self._tell(f"{worker} was refused: it {difference}")
+            self._log(f"{worker} was refused: it {difference}")
             raise RequestRefused(409, "other", f"this worker {difference}")
-        for what in sorted({*base, *self._base}):
-            if base.get(what) != self._base.get(what):
-                self._tell(f"{worker} was refused: another {what}")
-                raise RequestRefused(409, "other", f"this worker has another {what} than the others")
+        for name in sorted({*base, *self._base}):
+            if base.get(name) != self._base.get(name):
+                self._log(f"{worker} was refused: another {name}")
+                raise RequestRefused(409, "other", f"this worker has another {name} than the others")
 
     def give(
         self, worker: str, index: int, body: bytes, plan: VectorPlan | None, base: dict[str, str] | None = None
     ) -> None:
-        """A part of the first parameters (`plan` None), or the word that all are there, and of what model."""
+        """Receives a part of the initial parameters (`plan` None), or the notice that all were sent, with the model."""
         with self._changed:
             if self._plan is not None or worker != self._giver:
                 raise RequestRefused(409, "again", "another worker gives the parameters")
@@ -111,12 +120,14 @@ class Rounds:
         except BadPart as error:
             raise RequestRefused(422, "values", f"the parameters given by {worker}: a part {error}") from None
         with self._changed:
-            self._plan, self._digest, self._base = plan, digest, base or {}
+            self._plan = plan
+            self._digest = digest
+            self._base = base or {}
             self._write()
-            self._tell(f"{worker} gave {plan.total:,} parameters")
+            self._log(f"{worker} gave {plan.total:,} parameters")
 
     def put(self, worker: str, index: int, body: bytes) -> None:
-        """A part of a difference; checked now, counted when `sent` says that all are there."""
+        """Receives a part of a difference; validated now, counted when `sent` is called."""
         plan = self._need_plan()
         if not 0 <= index < plan.parts:
             raise RequestRefused(400, "form", f"there are {plan.parts} parts")
@@ -130,14 +141,14 @@ class Rounds:
                 raise RequestRefused(400, "form", f"part {index} {error}") from None
             with self._changed:
                 self._drop(worker)
-            self._tell(f"{worker} was refused: its difference has values that are no numbers; it was not averaged")
+            self._log(f"{worker} was refused: its difference has values that are no numbers; it was not averaged")
             raise RequestRefused(
                 422, "values", "the difference has values that are no numbers; it was not averaged"
             ) from None
         self._keep(worker, index, body)
 
     def sent(self, worker: str, values: dict[str, Any]) -> dict[str, Any]:
-        """Every part is here: the difference counts in the round under way, whose number is the answer."""
+        """Counts a worker's complete difference in the current round; returns its number."""
         try:
             since, tokens, step = (int(values[name]) for name in ("round", "tokens", "step"))
             last = bool(values.get("last"))
@@ -161,32 +172,32 @@ class Rounds:
             return {"round": self._round, "late": late}
 
     def wait(self, worker: str, number: int, seconds: float) -> dict[str, Any]:
-        """Whether a round has ended, after so many seconds at most; `again`: what was sent is not here any more."""
+        """Whether a round has ended, after at most `seconds`; `again`: the difference has to be sent again."""
         with self._changed:
             self._changed.wait_for(lambda: self._round > number or self._stopping, seconds)
             if self._round > number:
-                mine = self._figures if self._figures.get("round") == number else {}
-                own = {k: mine[k].get(worker) for k in ("norms", "distances") if k in mine}
-                return mine | own | {"state": "closed", "round": self._round}
-            here = worker in self._arrivals
-            return {"state": "open" if here else "again", "round": self._round, "sent": len(self._arrivals)}
+                figures = self._figures if self._figures.get("round") == number else {}
+                own = {k: figures[k].get(worker) for k in ("norms", "distances") if k in figures}
+                return figures | own | {"state": "closed", "round": self._round}
+            received = worker in self._arrivals
+            return {"state": "open" if received else "again", "round": self._round, "sent": len(self._arrivals)}
 
     def leave(self, worker: str) -> None:
-        """It stops before its last step: nobody need wait for it."""
+        """Removes a worker that stops before its last step, so that nobody waits for it."""
         with self._changed:
             if worker not in self._arrivals:
                 self._drop(worker)
-            self._tell(f"{worker} left")
+            self._log(f"{worker} left")
 
     def file(self, number: int, kind: str, index: int) -> Path:
-        """A file of a round to be sent as it is."""
+        """Path of a file of a round, to be sent unchanged."""
         path = self.ledger.part(number, kind, index)
         if kind not in ("global", "update") or not path.is_file():
             raise RequestRefused(410, "gone", f"{kind} {index} of round {number} is not here (any more)")
         return path
 
     def status(self) -> dict[str, Any]:
-        """For people and tests."""
+        """Status for users and tests."""
         with self._changed:
             return {"round": self._round, "workers": sorted(self._members), "sent": sorted(self._arrivals)}
 
@@ -210,7 +221,7 @@ class Rounds:
             raise
 
     def stop(self) -> None:
-        """Lets everyone go who waits."""
+        """Releases all waiting threads."""
         with self._changed:
             self._stopping = True
             self._changed.notify_all()
@@ -225,29 +236,31 @@ class Rounds:
         assert self._plan is not None
         began = time.monotonic()
         weights = weights_of(self.rule, [a.tokens for a in arrivals])
-        made = self.ledger.advance(self._round, self._plan, arrivals, weights, self.rule)
+        result = self.ledger.advance(self._round, self._plan, arrivals, weights, self.rule)
         with self._changed:
             expected = {worker for worker, first in self._members.items() if first <= self._round}
-            dropped, done = sorted(expected - set(self._arrivals)), [a.worker for a in arrivals if a.last]
+            dropped = sorted(expected - set(self._arrivals))
+            done = [a.worker for a in arrivals if a.last]
             for worker in [*dropped, *done]:
                 self._members.pop(worker, None)
             self._finished += len(done)
             self._figures = {
-                "round": self._round, "workers": [a.worker for a in arrivals], "mean_norm": made.mean_norm,
-                "norms": made.norms, "distances": made.distances, "weights": weights,
+                "round": self._round, "workers": [a.worker for a in arrivals], "mean_norm": result.mean_norm,
+                "norms": result.norms, "distances": result.distances, "weights": weights,
             }  # fmt: skip
             late = [a.worker for a in arrivals if a.late]
             record = {"time": time.time(), "seconds": round(time.monotonic() - began, 3), "dropped": dropped}
             record |= {"late": late, "done": done, "bytes_in": self.bytes_in, "bytes_out": self.bytes_out}
             record |= self._figures
-            self._round, self._digest = self._round + 1, made.digest
+            self._round += 1
+            self._digest = result.digest
             for arrival in arrivals:
                 self.ledger.forget(arrival.worker)
             self._arrivals, self._closing = {}, False
             self._write()
             self.ledger.note(record)
             self.ledger.prune(self._round)
-            self._tell(_words(record))
+            self._log(_words(record))
             self._changed.notify_all()
 
     # Helpers
@@ -288,7 +301,7 @@ def _count(workers: int) -> str:
 
 
 def _words(record: dict[str, Any]) -> str:
-    said = f"round {record['round']}: {_count(len(record['workers']))}, mean difference {record['mean_norm']:.4g}"
-    said += f", dropped {', '.join(record['dropped'])}" if record["dropped"] else ""
-    said += f", late {', '.join(record['late'])}" if record["late"] else ""
-    return said + (f"; done: {', '.join(record['done'])}" if record["done"] else "")
+    text = f"round {record['round']}: {_count(len(record['workers']))}, mean difference {record['mean_norm']:.4g}"
+    text += f", dropped {', '.join(record['dropped'])}" if record["dropped"] else ""
+    text += f", late {', '.join(record['late'])}" if record["late"] else ""
+    return text + (f"; done: {', '.join(record['done'])}" if record["done"] else "")

@@ -1,7 +1,7 @@
-"""The meeting point's network side: HTTP on plain threads, since its guests are few and mostly wait.
+"""HTTP server of the sync server: plain threads, as workers are few and mostly wait.
 
-Every request names its worker and, where there is a token, shows it (compared in constant time). Bodies have a length
-that is known and bounded before they are read; they are JSON or safetensors, nothing that could run.
+Every request names its worker and, if there is a token, carries it (compared in constant time). Bodies have a known and
+bounded length before they are read; they are JSON or safetensors, never code.
 """
 
 from __future__ import annotations
@@ -29,17 +29,19 @@ CONNECTIONS = 512
 
 
 class MeetServer(BoundedThreads, HTTPServer):
-    """Listens for workers."""
+    """HTTP server for workers."""
 
     request_queue_size = 128
 
     def __init__(self, listener: socket.socket, rounds: Rounds, token: str | None) -> None:
         super().__init__(listener.getsockname()[:2], Handler, bind_and_activate=False, connections=CONNECTIONS)
         self.socket.close()
-        self.socket, self.rounds, self.token = listener, rounds, token
+        self.socket = listener
+        self.rounds = rounds
+        self.token = token
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A guest that leaves in the middle is no matter; a bug of ours keeps its traceback."""
+        """Ignores clients that disconnect; other errors are bugs and print their traceback."""
         import sys
 
         if not isinstance(sys.exc_info()[1], OSError):
@@ -47,7 +49,7 @@ class MeetServer(BoundedThreads, HTTPServer):
 
 
 class Handler(BaseHTTPRequestHandler):
-    """One connection."""
+    """Handles one connection."""
 
     server: MeetServer
     protocol_version = "HTTP/1.1"
@@ -110,9 +112,9 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def _check_token(self) -> None:
-        wanted = self.server.token
-        shown = self.headers.get("Authorization", "").removeprefix("Bearer ")
-        if wanted is not None and not hmac.compare_digest(shown.encode("utf-8", "replace"), wanted.encode()):
+        token = self.server.token
+        received = self.headers.get("Authorization", "").removeprefix("Bearer ")
+        if token is not None and not hmac.compare_digest(received.encode("utf-8", "replace"), token.encode()):
             raise RequestRefused(401, "token", "the token is missing or wrong")
 
     def _name(self) -> str:

@@ -1,10 +1,9 @@
-"""A worker that trains apart: joins the others, meets them every some steps, and goes on from what all came to.
+"""A DiLoCo worker: joins the others, syncs with them every N steps, and continues from the global parameters.
 
-[Note: coming back] A checkpoint knows the round it was made in. A worker that comes back while this round is still
-under way goes on with its own parameters, as if it had never been away. If the others have moved on, it takes the
-global parameters and the others' place in the run: at round k that is step k × every, since the schedule belongs to the
-model, not to the worker. Its data go on where it stopped, and its inner optimizer keeps its states; what it had learned
-since its last meeting is lost.
+[Note: coming back] A checkpoint records its round. A worker that returns during the same round resumes with its own
+parameters, as if it had never been away. If the others have moved on, it takes the global parameters and the others'
+position in the run: at round k that is step k × every, since the schedule belongs to the model, not to the worker. Its
+data resume where it stopped, and its inner optimizer keeps its states; what it had trained since its last sync is lost.
 """
 
 from __future__ import annotations
@@ -35,29 +34,35 @@ SILENCE = 10.0  # seconds in a meeting after which the terminal is told what is 
 BEAT = 0.5  # seconds between signs of life to the other ranks while the main one is on the network
 
 
-def join_others(parts: TrainState) -> NoSync | OuterSync:
-    """The run's meetings; where it trains apart, joined: the parameters and the position may have moved on."""
-    total = parts.job.run.train.steps or 0
-    if parts.job.run.apart is None or parts.position.step >= total:
+def join_others(state: TrainState) -> NoSync | OuterSync:
+    """Joins the sync server if the run uses DiLoCo; the parameters and the position may have moved on."""
+    total = state.job.run.train.steps or 0
+    if state.job.run.diloco is None or state.position.step >= total:
         return NoSync()
-    parts.status.set("joining the other workers")
-    return OuterSync(parts, parts.job.run.apart, total)
+    state.status.set("joining the other workers")
+    return OuterSync(state, state.job.run.diloco, total)
 
 
 class OuterSync(NoSync):
-    """One worker's meetings; every rank has one, and the main rank's goes to the network."""
+    """Syncs of one worker; every rank has one, and the main rank talks to the network."""
 
     def __init__(self, parts: TrainState, settings: DiLoCo, total: int) -> None:
-        self._parts, self._settings, self._total = parts, settings, total
-        self._world, self._position = parts.world, parts.position
+        self._parts = parts
+        self._settings = settings
+        self._total = total
+        self._world = parts.world
+        self._position = parts.position
         self._folder = parts.job.output / "apart"
         self._client: Client | None = None
         if self._world.is_main:
             shutil.rmtree(self._folder, ignore_errors=True)
             self._folder.mkdir(parents=True)
-            host, port = split_address(settings.meet)
-            name, token = name_of(settings, parts.job.output), token_of(settings)
-            self._client = Client(host, port, name, token, settings.patience, lambda text: print(text, flush=True))
+            host, port = split_address(settings.server)
+            name = name_of(settings, parts.job.output)
+            token = token_of(settings)
+            self._client = Client(
+                host, port, name, token, settings.connect_timeout, lambda text: print(text, flush=True)
+            )
         self._trained = TrainedVector(parts)
         self._lost: list[torch.Tensor] = []  # by part, on the main rank: what rounding lost and is still to be sent
         self._finished = False
@@ -65,8 +70,8 @@ class OuterSync(NoSync):
         self._join()
 
     def due(self, step: int, last: bool) -> bool:
-        """Whether this step ends with a meeting."""
-        return last or step % self._settings.every == 0
+        """Whether this step ends with a sync."""
+        return last or step % self._settings.sync_every == 0
 
     def __exit__(self, kind: object, *error: object) -> None:
         if self._client is not None:
@@ -81,7 +86,8 @@ class OuterSync(NoSync):
     def _join(self) -> None:
         base = base_of(self._parts)
         digest = self._stage("fp32", lambda name, local: local)
-        plan, client = self._trained.plan, self._client
+        plan = self._trained.plan
+        client = self._client
 
         def come() -> dict[str, Any]:
             assert client is not None
@@ -94,47 +100,54 @@ class OuterSync(NoSync):
                 answer["round"] = client.fetch_global(plan, self._folder / "in")
             return answer | {"own": known == answer["round"]}
 
-        answer = self._beside(come)
+        answer = self._run_on_main(come)
         self._rule = OuterRule(**answer["rule"])
         self._round = int(answer["round"])
-        position, before = self._position, self._position.step
-        own = answer["same"] or answer["own"]
-        if not answer["same"] and "round" not in position.apart and self._round * self._settings.every >= self._total:
+        position = self._position
+        before = self._position.step
+        resumed = answer["same"] or answer["own"]
+        if (
+            not answer["same"]
+            and "round" not in position.apart
+            and self._round * self._settings.sync_every >= self._total
+        ):
             # It has never met anyone, and would end at once with a model that it had no part in.
             problem = f"is at round {self._round}, where a run of {self._total} steps has ended: others trained there"
-            remedy = "for a new run give the meeting point a new folder (shardwise meet --state FOLDER)"
+            remedy = "for a new run give the sync server a new folder (shardwise diloco-server --state FOLDER)"
             if client is not None:
                 client.leave()  # nobody is to wait for it
-            raise UserError("apart.meet", self._settings.meet, problem, remedy)
+            raise UserError("diloco.server", self._settings.server, problem, remedy)
         if answer["same"]:
             self._anchor = dict(self._trained.local())
         else:
-            self._apply("global", write=not own)
-        if not own:
-            self._keep_step()
-        if not own or "supervised" not in position.apart:
+            self._apply("global", write=not resumed)
+        if not resumed:
+            self._advance_step()
+        if not resumed or "supervised" not in position.apart:
             position.apart = {"supervised": position.supervised}
         position.apart["round"] = self._round
-        self.notes = (self._told(answer["same"], own, before),)
+        self.notes = (self._join_message(answer["same"], resumed, before),)
 
-    def _told(self, same: bool, own: bool, before: int) -> str:
-        said = f"apart: joined at round {self._round}, meeting every {self._settings.every} steps"
-        if not own:
+    def _join_message(self, same: bool, resumed: bool, before: int) -> str:
+        text = f"diloco: joined at round {self._round}, synchronising every {self._settings.sync_every} steps"
+        if not resumed:
             moved = f", at step {self._position.step}" if self._position.step > before else ""
-            said += f"; took the parameters of the others{moved}"
+            text += f"; took the parameters of the others{moved}"
         elif not same:
-            said += "; going on within the round"
-        return said
+            text += "; going on within the round"
+        return text
 
     # Meeting
 
-    def meet(self, last: bool, stopping: Callable[[], bool], tell: Callable[[str], None]) -> dict[str, Any]:
-        """Sends what was learned, waits for the others, takes what all came to; a record of it for metrics.jsonl.
+    def meet(self, last: bool, stopping: Callable[[], bool], log: Callable[[str], None]) -> dict[str, Any]:
+        """Sends this worker's difference, waits for the others and applies the result; returns its record.
 
-        `stopping`: whether the run was asked to stop. Then nobody is waited for, unless it was the last step.
-        `tell`: where a long wait is explained.
+        `stopping`: whether the run was asked to stop. Then it does not wait, unless it was the last step. `log`:
+        receives the explanation of a long wait.
         """
-        position, rule, client = self._position, self._rule, self._client
+        position = self._position
+        rule = self._rule
+        client = self._client
         self._stage(rule.dtype, lambda name, local: self._anchor[name] - local)
         word = {"round": self._round, "step": position.step, "last": last}
         word["tokens"] = position.supervised - position.apart["supervised"]
@@ -150,15 +163,16 @@ class OuterSync(NoSync):
             return {"ended": ended and vars(ended), "traffic": traffic}
 
         waits = f"step {position.step}: waiting for the other workers to end round {self._round}"
-        answer = self._beside(exchange, lambda: tell(waits))
+        answer = self._run_on_main(exchange, lambda: log(waits))
         record = {"kind": "meet", "step": position.step, "tokens": word["tokens"], **answer["traffic"]}
         if answer["ended"] is None:
             return record | {"left": True}
         ended = RoundEnded(**answer["ended"])
         self._apply(ended.kind, write=True)
-        self._round, self._finished = ended.round, last
+        self._round = ended.round
+        self._finished = last
         position.apart = {"round": self._round, "supervised": position.supervised}
-        self._keep_step()
+        self._advance_step()
         figures = ended.figures
         return record | {
             "round": self._round, "workers": figures.get("workers"), "seconds_waited": round(ended.seconds, 3),
@@ -166,37 +180,39 @@ class OuterSync(NoSync):
             "distance": figures.get("distances"), "late": ended.late, "lost": ended.lost,
         }  # fmt: skip
 
-    def _keep_step(self) -> None:
-        """Who is behind the others takes their place in the run, so that all end with the same meeting."""
+    def _advance_step(self) -> None:
+        """Moves a worker that is behind to the others' step, so that all end with the same sync."""
         position = self._position
-        position.step = max(position.step, min(self._round * self._settings.every, self._total))
+        position.step = max(position.step, min(self._round * self._settings.sync_every, self._total))
 
     # Files and ranks
 
     @torch.no_grad()
     def _stage(self, dtype: Dtype, of: Callable[[str, torch.Tensor], torch.Tensor]) -> str:
         """Writes `of` every tensor as parts to be sent; returns the digest of the values on the main rank."""
-        out, cutter, digest = self._folder / "out", Cutter(), hashlib.sha256()
+        out = self._folder / "out"
+        cutter = Cutter()
+        digest = hashlib.sha256()
         count = 0
 
         def put(parts: Iterator[torch.Tensor]) -> None:
             nonlocal count
             for part in parts:
                 digest.update(part.numpy().tobytes())
-                (out / f"{count:05d}").write_bytes(encode(part, dtype, self._lost_of(count, part, dtype)))
+                (out / f"{count:05d}").write_bytes(encode(part, dtype, self._rounding_error(count, part, dtype)))
                 count += 1
 
         if self._world.is_main:
             out.mkdir(exist_ok=True)
         for name, local in self._trained.local():
-            whole = self._trained.gather(name, of(name, local))
-            if whole is not None:
-                put(cutter.put(whole))
+            full = self._trained.gather(name, of(name, local))
+            if full is not None:
+                put(cutter.put(full))
         if self._world.is_main:
             put(cutter.rest())
         return digest.hexdigest()
 
-    def _lost_of(self, index: int, part: torch.Tensor, dtype: Dtype) -> torch.Tensor | None:
+    def _rounding_error(self, index: int, part: torch.Tensor, dtype: Dtype) -> torch.Tensor | None:
         if dtype == "fp32":
             return None
         if index == len(self._lost):
@@ -205,66 +221,70 @@ class OuterSync(NoSync):
 
     @torch.no_grad()
     def _apply(self, kind: str, write: bool) -> None:
-        """Takes the fetched parts as the new anchor and, where `write`, as the parameters."""
+        """Uses the fetched parts as the new anchor and, if `write`, as the parameters."""
         dtype: Dtype = "fp32" if kind == "global" else self._rule.dtype
-        plan, source = self._trained.plan, self._folder / "in"
+        plan = self._trained.plan
+        source = self._folder / "in"
         files = ((source / f"{i:05d}").read_bytes() for i in range(plan.parts))
         joiner = Joiner(decode(body, dtype, plan.size(i)) for i, body in enumerate(files))
         for name, shape in plan.tensors:
-            whole = joiner.take(shape) if self._world.is_main else None
-            came = self._trained.scatter(name, whole)
-            self._anchor[name] = came.clone() if kind == "global" else self._anchor[name] + came
+            full = joiner.take(shape) if self._world.is_main else None
+            received = self._trained.scatter(name, full)
+            self._anchor[name] = received.clone() if kind == "global" else self._anchor[name] + received
             if write:
                 self._trained.write(name, self._anchor[name])
         self._trained.written()
 
-    def _beside(self, work: Callable[[], dict[str, Any]], tell: Callable[[], None] | None = None) -> dict[str, Any]:
-        """Does the main rank's work on the network in a thread, and gives all ranks its result.
+    def _run_on_main(
+        self, work: Callable[[], dict[str, Any]], on_delay: Callable[[], None] | None = None
+    ) -> dict[str, Any]:
+        """Runs the main rank's network work in a thread, and broadcasts its result.
 
-        Meanwhile the main rank gives signs of life: others may be waited for longer than ranks wait for one another.
-        `tell` is called once where it takes long.
+        Meanwhile the main rank sends heartbeats: workers may wait longer than the ranks' collective timeout. `on_delay`
+        is called once if it takes long.
         """
         quiet_until = time.monotonic() + SILENCE
-        found: list[Any] = [None]
+        result: list[Any] = [None]
         failed: list[BaseException] = []
 
         def run() -> None:
             try:
-                found[0] = work()
+                result[0] = work()
             except BaseException as error:
                 failed.append(error)
 
         thread = threading.Thread(target=run, name="meeting", daemon=True)
         if self._world.is_main:
             thread.start()
-        group, beating = self._world.control, self._world.size > 1
+        group = self._world.control
+        beating = self._world.size > 1
         ended = torch.zeros(1, dtype=torch.int32)
         while not ended:
             if self._world.is_main:
                 thread.join(BEAT)
                 ended.fill_(not thread.is_alive())
-                if tell is not None and not ended and time.monotonic() > quiet_until:
-                    tell()
-                    tell = None
+                if on_delay is not None and not ended and time.monotonic() > quiet_until:
+                    on_delay()
+                    on_delay = None
             if beating:
                 dist.broadcast(ended, 0, group=group)
         if failed:
             raise failed[0]  # the other ranks are ended by the one that watches over them
         if beating:
-            dist.broadcast_object_list(found, 0, group=group)
-        return dict(found[0])
+            dist.broadcast_object_list(result, 0, group=group)
+        return dict(result[0])
 
 
 def name_of(settings: DiLoCo, output: Path) -> str:
-    """A worker's name: given, or the same whenever this run is started on this host."""
+    """A worker's name: given, or stable for this run on this host."""
     return settings.name or f"{socket.gethostname()}:{output.absolute()}"[-200:]
 
 
 def token_of(settings: DiLoCo) -> str | None:
-    """The token, from the environment: files are copied, and command lines are seen by all."""
+    """The token from the environment: files are copied, and command lines are public."""
     if settings.token_env is None:
         return None
     if not (token := os.environ.get(settings.token_env, "").strip()):
         remedy = f"export {settings.token_env}=… before you start the run"
-        raise UserError("apart.token_env", settings.token_env, "holds no token", remedy)
+        raise UserError("diloco.token_env", settings.token_env, "holds no token", remedy)
     return token

@@ -1,1 +1,1 @@
-"""The mesh of ranks, process groups, and what links between ranks can do."""
+"""The mesh of ranks, process groups, and measurements of the links between ranks."""

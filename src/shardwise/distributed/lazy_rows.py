@@ -1,8 +1,8 @@
-"""Tensors that are in no memory as a whole, saved and loaded by PyTorch's distributed checkpoint as if they were.
+"""Tensors that are never materialised in full, saved and loaded by PyTorch's distributed checkpoint.
 
-What is offloaded lies in pieces, on the host or on disk, or is made of two halves. A `Rows` shows the checkpoint an
-outline (shape, type, how it is sharded; no memory), hands out this rank's part when it is written, and takes in rows as
-they are read. Loading and saving then hold one tensor besides.
+Offloaded tensors are stored in pieces, on the host or on disk, or in two halves. A `Rows` presents an outline to the
+checkpoint (shape, dtype, sharding; no memory), returns this rank's part when it is written, and receives rows as they
+are read. Loading and saving then need memory for one more tensor.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from shardwise.core.errors import UserError
 
 @dataclass(frozen=True)
 class Rows:
-    """A sharded tensor by its rows: `parts` are this rank's, one behind the other, `write` takes some from one on."""
+    """A sharded tensor by its rows: `parts` returns this rank's, in order; `write` stores rows from an offset on."""
 
     outline: torch.Tensor
     parts: Callable[[], Iterable[torch.Tensor]]
@@ -31,8 +31,8 @@ class Rows:
 
     def read(self) -> torch.Tensor:
         """This rank's part, on the host."""
-        found = [part.cpu() for part in self.parts()]
-        return found[0] if len(found) == 1 else torch.cat(found)
+        parts = [part.cpu() for part in self.parts()]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def outline(like: torch.Tensor, shape: tuple[int, ...], local: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -40,39 +40,39 @@ def outline(like: torch.Tensor, shape: tuple[int, ...], local: tuple[int, ...], 
     empty = torch.empty((), dtype=dtype).expand(local)
     if not isinstance(like, DTensor):
         return empty
-    whole = torch.empty((), device="meta", dtype=dtype).expand(shape)
+    full = torch.empty((), device="meta", dtype=dtype).expand(shape)
     stride = torch.empty(shape, device="meta").stride()
-    spec = DTensorSpec(like.device_mesh, like.placements, tensor_meta=TensorMeta(whole.shape, stride, dtype))
+    spec = DTensorSpec(like.device_mesh, like.placements, tensor_meta=TensorMeta(full.shape, stride, dtype))
     # Not from_local: it would move the outline to the mesh's device.
     return DTensor(empty, spec, requires_grad=False)
 
 
 def split_rows(tensors: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Rows]]:
-    """What the planners need: every tensor, outlines in the place of Rows, and the Rows."""
+    """Splits a state dict for the planners: all tensors, with outlines in place of Rows, and the Rows."""
     rows = {name: value for name, value in tensors.items() if isinstance(value, Rows)}
     return {n: v.outline if isinstance(v, Rows) else v for n, v in tensors.items()}, rows
 
 
 class LoadRows(DefaultLoadPlanner):
-    """Hands rows on as soon as they are read."""
+    """Load planner that passes rows on as soon as they are read."""
 
     def __init__(self, rows: Mapping[str, Rows]) -> None:
         super().__init__()
         self._rows = rows
 
     def load_bytes(self, read_item: ReadItem, value: Any) -> None:
-        """Our checkpoints hold tensors alone; PyTorch would read an object as a pickle that may run anything."""
+        """Rejects objects: our checkpoints hold only tensors, and PyTorch would unpickle an object."""
         name = read_item.dest_index.fqn
         raise UserError("checkpoint", name, "is no tensor", "use a checkpoint of Shardwise")
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
-        """Where an item is to be read into."""
-        found = self._rows.get(read_item.dest_index.fqn)
-        if found is None:
+        """Returns the tensor to read an item into."""
+        rows = self._rows.get(read_item.dest_index.fqn)
+        if rows is None:
             return super().resolve_tensor(read_item)  # type: ignore[no-any-return]
-        return torch.empty(tuple(read_item.lengths), dtype=found.outline.dtype)
+        return torch.empty(tuple(read_item.lengths), dtype=rows.outline.dtype)
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
-        """Takes in an item that was read."""
-        if (found := self._rows.get(read_item.dest_index.fqn)) is not None:
-            found.write(read_item.dest_offsets[0] if len(read_item.dest_offsets) else 0, tensor)
+        """Stores an item that was read."""
+        if (rows := self._rows.get(read_item.dest_index.fqn)) is not None:
+            rows.write(read_item.dest_offsets[0] if len(read_item.dest_offsets) else 0, tensor)

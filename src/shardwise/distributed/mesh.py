@@ -1,16 +1,16 @@
-"""The one place where process groups are made: the mesh of ranks, and gloo groups for the host's own talk.
+"""The single place where process groups are created: the mesh of ranks, and gloo groups for host-side communication.
 
-[Note: axes] From the outermost to the innermost, so that those who talk most are neighbours, on one node:
+[Note: axes] From the outermost to the innermost, so that ranks that communicate most are neighbours, on one node:
 
   pipeline   consecutive blocks of the model            activations from stage to stage
   replicate  copies of the shard groups                 gradients, once a step
-  shard      ZeRO: states (gradients, weights) divided   gathers and reductions, per block
+  shard      ZeRO: sharded states (gradients, weights)  gathers and reductions, per block
   context    parts of each sequence                     keys and values, in each attention
   tensor     parts of each weight                       activations, twice per block and direction
 
-Data are divided over what is left: ranks / (pipeline x context x tensor). Ranks along `context` hold the same weights
-and so take part in ZeRO: FSDP's axes (replicate, shard) go over data x context. `expert` is no axis of its own: it
-groups consecutive ranks of a pipeline stage once more, for the experts' weights alone.
+Data parallelism is over the rest: ranks / (pipeline x context x tensor). Ranks along `context` hold the same weights
+and so take part in ZeRO: FSDP's axes (replicate, shard) span data x context. `expert` is not a separate axis: it groups
+consecutive ranks of a pipeline stage once more, for the experts' weights alone.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ LATER = 20.0  # seconds beyond the run's timeout at which a collective gives up:
 
 @dataclass(frozen=True)
 class MeshLayout:
-    """How many ranks lie along each axis; `replicate` and `shard` are FSDP's, over data and context together."""
+    """Number of ranks along each axis; `replicate` and `shard` are FSDP's, over data and context together."""
 
     replicate: int
     shard: int
@@ -49,18 +49,18 @@ class MeshLayout:
 
     @property
     def data(self) -> int:
-        """Ranks that see different data."""
+        """Number of ranks that see different data."""
         return self.replicate * self.shard // self.context
 
     @property
     def expert_mesh(self) -> tuple[int, int, int, int]:
-        """Stages, copies of the experts, ranks that divide each copy by ZeRO, ranks with different experts."""
+        """Stages, replicas of the experts, ranks that shard each replica by ZeRO, ranks with different experts."""
         each = self.ranks // self.pipeline // self.expert
         shard = math.gcd(each, max(1, self.shard * self.tensor // self.expert)) if self.shard > 1 else 1
         return self.pipeline, each // shard, shard, self.expert
 
     def place(self, rank: int) -> MeshPlace:
-        """Where a rank stands."""
+        """Coordinates of a rank."""
         rest, tensor = divmod(rank, self.tensor)
         stage, spread = divmod(rest, self.replicate * self.shard)
         data, context = divmod(spread, self.context)
@@ -78,18 +78,18 @@ class MeshPlace:
 
 
 def layout_of(parallel: Parallel, ranks: int) -> MeshLayout:
-    """The layout that settings ask for; they were checked to divide the ranks."""
+    """The layout of the settings, which were checked to divide the ranks."""
     spread = ranks // (parallel.pipeline * parallel.tensor)
-    shard = shard_size(parallel.zero, parallel.shard, spread)
+    shard = shard_size(parallel.zero, parallel.dp_shard_size, spread)
     axes = (parallel.pipeline, parallel.context, parallel.tensor, parallel.expert)
     return MeshLayout(spread // shard, shard, *axes)
 
 
 @dataclass(frozen=True)
 class World:
-    """Where this process stands: its rank, its device, the meshes, and host-side groups for votes and checkpoints.
+    """This process in the run: its rank, its device, the meshes, and host-side groups for votes and checkpoints.
 
-    `mesh` is FSDP's: (replicate, shard). The others are there where their axis is longer than one.
+    `mesh` is FSDP's: (replicate, shard). The others exist if their axis is longer than one.
     """
 
     rank: int
@@ -117,20 +117,20 @@ class World:
 
     @property
     def leads(self) -> bool:
-        """Whether this rank speaks for those that are given the same micro-batches."""
+        """Whether this rank represents those with the same micro-batches."""
         place = self.place
         return place.tensor == place.context == place.pipeline == 0
 
 
 def init_world(run: Run) -> World:
-    """Joins the process group that the environment (ours or torchrun's) describes and lays out the run's mesh."""
+    """Joins the process group described by the environment (ours or torchrun's) and creates the run's meshes."""
     ranks = int(os.environ.get("WORLD_SIZE", 1))
     copies = run.checkpoint.memory is not None
     return join_world(run.device, run.backend, run.timeout, layout_of(run.parallel, ranks), copies)
 
 
 def join_world(device_type: str, backend: str, timeout: float, layout: MeshLayout, copies: bool = False) -> World:
-    """Joins (or, for one process, makes) the process group, and lays the meshes out."""
+    """Joins (or, for one process, creates) the process group, and creates the meshes."""
     rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     device = torch.device("cpu")
@@ -157,51 +157,53 @@ def join_world(device_type: str, backend: str, timeout: float, layout: MeshLayou
 
 
 def _meshes(device: str, layout: MeshLayout) -> dict[str, DeviceMesh]:
-    """Every mesh of the run by its name in World; FSDP and `tensor` share a root, as parameters that both divide need.
+    """All meshes by their names in World; FSDP and `tensor` share a root, as parameters sharded by both require.
 
-    Context and experts have roots of their own: no parameter is divided along them and another axis of this root.
+    Context and experts have roots of their own: no parameter is sharded along them and another axis of this root.
     """
-    pipeline, tensor, fsdp = layout.pipeline, layout.tensor, (layout.replicate, layout.shard)
+    pipeline = layout.pipeline
+    tensor = layout.tensor
+    fsdp = (layout.replicate, layout.shard)
     names = ("replicate", "shard")
     if pipeline == tensor == 1:
-        found = {"mesh": init_device_mesh(device, fsdp, mesh_dim_names=names)}
+        meshes = {"mesh": init_device_mesh(device, fsdp, mesh_dim_names=names)}
     else:
         root = init_device_mesh(device, (pipeline, *fsdp, tensor), mesh_dim_names=("pipeline", *names, "tensor"))
-        found = {"mesh": root[names]}
-        found |= {"tensor": root["tensor"]} if tensor > 1 else {}
-        found |= {"pipeline": root["pipeline"]} if pipeline > 1 else {}
+        meshes = {"mesh": root[names]}
+        meshes |= {"tensor": root["tensor"]} if tensor > 1 else {}
+        meshes |= {"pipeline": root["pipeline"]} if pipeline > 1 else {}
     if layout.context > 1:
         shape = (pipeline * layout.data, layout.context, tensor)
-        found["context"] = init_device_mesh(device, shape, mesh_dim_names=("other", "context", "tensor"))["context"]
+        meshes["context"] = init_device_mesh(device, shape, mesh_dim_names=("other", "context", "tensor"))["context"]
     if layout.expert > 1:
         root = init_device_mesh(device, layout.expert_mesh, mesh_dim_names=("pipeline", *names, "expert"))
-        found |= {"expert": root["expert"], "expert_shards": root[names]}
-    return found
+        meshes |= {"expert": root["expert"], "expert_shards": root[names]}
+    return meshes
 
 
 @dataclass(frozen=True)
 class Hops:
-    """A shard group cut into nodes: the ranks `within` this one's node, and those `across` nodes with its place."""
+    """A shard group split into nodes: the ranks `within` this rank's node, and those `across` nodes at its position."""
 
     within: dist.ProcessGroup
     across: dist.ProcessGroup
 
 
 def split_shards(mesh: DeviceMesh, size: int, timeout: float) -> Hops:
-    """Cuts each shard group into nodes of `size` consecutive ranks; every rank of the run must call it."""
+    """Splits each shard group into nodes of `size` consecutive ranks; collective over all ranks of the run."""
     nodes = mesh.mesh.view(mesh.size(0), -1, size)
     lists = {"within": nodes.flatten(0, 1).tolist(), "across": nodes.transpose(1, 2).flatten(0, 1).tolist()}
-    mine: dict[str, dist.ProcessGroup] = {}
+    own_groups: dict[str, dist.ProcessGroup] = {}
     for name, members in lists.items():
         for ranks in members:
             group = dist.new_group(ranks, timeout=timedelta(seconds=timeout + LATER))
             if dist.get_rank() in ranks:
-                mine[name] = group
-    return Hops(**mine)
+                own_groups[name] = group
+    return Hops(**own_groups)
 
 
 def ranks_per_node(shard: int, control: dist.ProcessGroup) -> int:
-    """The largest number of consecutive ranks of a shard group that are on one host, on every host."""
+    """The largest number of consecutive ranks of a shard group that share a host, on every host."""
     sizes: list[int] = [1] * dist.get_world_size(control)
     dist.all_gather_object(sizes, int(os.environ.get("LOCAL_WORLD_SIZE", 1)), group=control)
     return math.gcd(shard, *sizes)  # hosts may differ; their common divisor never straddles two

@@ -1,4 +1,4 @@
-"""Where each rank sits, as a small picture, and what each axis is for."""
+"""A small diagram of where each rank sits, and the purpose of each axis."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MOST = 64  # ranks that a picture shows; of more, the first
 
 
 def axis_lines(layout: MeshLayout) -> Iterator[str]:
-    """Each axis that is longer than one, outermost first, with what lies along it."""
+    """Yields each axis longer than one, outermost first, with its meaning."""
     sizes = {"pipeline": layout.pipeline, "data": layout.data, "context": layout.context, "tensor": layout.tensor}
     for name, size in (sizes | {"expert": layout.expert}).items():
         if size > 1:
@@ -25,28 +25,27 @@ def axis_lines(layout: MeshLayout) -> Iterator[str]:
 
 
 def picture(layout: MeshLayout, per_node: int | None = None) -> str:
-    """A row for each pipeline stage and share of the data, a column for each context and tensor rank."""
+    """Diagram with a row for each pipeline stage and data rank, a column for each context and tensor rank."""
     if layout.ranks > MOST:
         return _lines(layout, MOST, per_node) + f"\n… and {layout.ranks - MOST} more ranks in the same way"
     return _lines(layout, layout.ranks, per_node)
 
 
-def _lines(layout: MeshLayout, most: int, per_node: int | None) -> str:
+def _lines(layout: MeshLayout, limit: int, per_node: int | None) -> str:
     across = layout.context * layout.tensor
     width = len(str(layout.ranks - 1))
     lines = []
     if across > 1:
-        names = [
-            " ".join(f"{axis[0]}{at}" for axis, at, size in (
-                ("context", place.context, layout.context), ("tensor", place.tensor, layout.tensor)
-            ) if size > 1)
-            for place in map(layout.place, range(across))
-        ]  # fmt: skip
+        names = []
+        for place in map(layout.place, range(across)):
+            context = [f"c{place.context}"] if layout.context > 1 else []
+            tensor = [f"t{place.tensor}"] if layout.tensor > 1 else []
+            names.append(" ".join(context + tensor))
         column = max(width, *map(len, names))
         lines.append(" " * len(_title(layout, 0)) + "  " + "  ".join(f"{n:>{column}}" for n in names))
     else:
         column = width
-    for first in range(0, min(layout.ranks, most), across):
+    for first in range(0, min(layout.ranks, limit), across):
         cells = "  ".join(f"{rank:>{column}}" for rank in range(first, first + across))
         node = f"   node {first // per_node}" if per_node and per_node < layout.ranks else ""
         lines.append(f"{_title(layout, first)}  {cells}{node}")

@@ -1,1 +1,1 @@
-"""Measures finished models: losses, multiple choice, scored answers, standard tasks, a judge; alone or side by side."""
+"""Evaluates models: loss, multiple choice, scored answers, lm-eval tasks, a judge; alone or side by side."""

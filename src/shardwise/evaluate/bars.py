@@ -1,4 +1,4 @@
-"""How far a measurement is: a bar on a terminal, in a log a line now and then; on standard error."""
+"""Progress of a measurement: a bar on a terminal, a line now and then in a log; on standard error."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Bar = Callable[[int], Callable[[int], None]]
 
 @contextmanager
 def bars(text: str) -> Iterator[Bar]:
-    """`bar(total)` begins it and gives what moves it on; `SHARDWISE_PROGRESS` = plain, live or off decides how."""
+    """Yields `bar(total)`, which starts a bar and returns a function to advance it; see `SHARDWISE_PROGRESS`."""
     console = Console(stderr=True, force_terminal=None if sys.stderr.isatty() else False)
     mode = _mode(console)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
@@ -35,13 +35,14 @@ def bars(text: str) -> Iterator[Bar]:
 
 
 def _lines(text: str, total: int) -> Callable[[int], None]:
-    done, told = 0, time.monotonic()
+    done = 0
+    last_printed = time.monotonic()
 
     def advance(count: int) -> None:
-        nonlocal done, told
+        nonlocal done, last_printed
         done += count
-        if time.monotonic() - told >= INTERVAL:
-            told = time.monotonic()
+        if time.monotonic() - last_printed >= INTERVAL:
+            last_printed = time.monotonic()
             print(f"{text}: {done} of {total}", file=sys.stderr, flush=True)
 
     return advance

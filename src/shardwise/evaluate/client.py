@@ -1,4 +1,4 @@
-"""The one call that a judge takes: /chat/completions of an OpenAI-compatible endpoint, with retries.
+"""Client of a judge: /chat/completions of an OpenAI-compatible endpoint, with retries.
 
 The key is read from the environment at each call and goes into the request's header, nowhere else.
 """
@@ -25,7 +25,7 @@ LONGEST_PAUSE = 60.0
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Where a model answers, and how patient we are with it."""
+    """An endpoint with its model, limits and retries."""
 
     url: str
     model: str
@@ -48,20 +48,20 @@ class Endpoint:
             )
 
     def ask(self, messages: list[dict[str, str]]) -> str:
-        """The answer to a conversation at temperature 0; raises RunFailed when all attempts are spent."""
+        """Returns the answer to a conversation at temperature 0; raises RunFailed after the last attempt."""
         body = {"model": self.model, "messages": messages, "temperature": 0, "max_tokens": self.max_tokens}
         for attempt in range(self.retries + 1):
             if self.stop.is_set():
                 raise RunFailed("the judge is asked no more")
             try:
                 return _content(self._post(body))
-            except _Passing as trouble:
+            except _TransientError as failure:
                 if attempt == self.retries:
                     attempts = f"{attempt + 1} attempt{'s' * (attempt > 0)}"
-                    what = f"the judge at {self.url} gave no answer in {attempts} ({trouble})"
-                    raise RunFailed(f"{what}; what was judged is kept, the same command goes on") from None
+                    summary = f"the judge at {self.url} gave no answer in {attempts} ({failure})"
+                    raise RunFailed(f"{summary}; what was judged is kept, the same command goes on") from None
                 pause = min(LONGEST_PAUSE, self.pause * 2**attempt) * random.uniform(0.5, 1.0)
-                (self.sleep or self.stop.wait)(pause if trouble.wait is None else min(LONGEST_PAUSE, trouble.wait))
+                (self.sleep or self.stop.wait)(pause if failure.wait is None else min(LONGEST_PAUSE, failure.wait))
         raise AssertionError("not reached")
 
     def _post(self, body: dict[str, Any]) -> Any:
@@ -75,18 +75,20 @@ class Endpoint:
             with urllib.request.urlopen(request, timeout=self.timeout) as answer:
                 return json.loads(answer.read())
         except urllib.error.HTTPError as error:
-            said = _said(error)
+            message = _error_message(error)
             if error.code in AGAIN:
-                raise _Passing(f"{error.code} {said}", _seconds(error.headers.get("Retry-After"))) from None
+                raise _TransientError(f"{error.code} {message}", _seconds(error.headers.get("Retry-After"))) from None
             remedy = (
                 f"put the key in ${self.key}" if error.code in (401, 403) else "check --judge-url and --judge-model"
             )
-            raise UserError("--judge-url", self.url, f"the endpoint refuses ({error.code}: {said})", remedy) from None
+            raise UserError(
+                "--judge-url", self.url, f"the endpoint refuses ({error.code}: {message})", remedy
+            ) from None
         except (OSError, ValueError) as error:  # no connection, a time-out, or no JSON
-            raise _Passing(str(getattr(error, "reason", error))) from None
+            raise _TransientError(str(getattr(error, "reason", error))) from None
 
 
-class _Passing(Exception):
+class _TransientError(Exception):
     """A failure that may pass, and how long the endpoint asks to wait."""
 
     def __init__(self, reason: str, wait: float | None = None) -> None:
@@ -98,20 +100,20 @@ def _content(answer: Any) -> str:
     try:
         content = answer["choices"][0]["message"]["content"]
     except (KeyError, IndexError, TypeError):
-        raise _Passing("its answer has no choices[0].message.content") from None
+        raise _TransientError("its answer has no choices[0].message.content") from None
     if not isinstance(content, str):
-        raise _Passing("its answer is no text")
+        raise _TransientError("its answer is no text")
     return content
 
 
-def _said(error: urllib.error.HTTPError) -> str:
+def _error_message(error: urllib.error.HTTPError) -> str:
     try:
         text = error.read(2000).decode(errors="replace")
     except OSError:
         return str(error.reason)
     try:
-        told = json.loads(text)["error"]
-        text = str(told["message"] if isinstance(told, dict) else told)
+        error_value = json.loads(text)["error"]
+        text = str(error_value["message"] if isinstance(error_value, dict) else error_value)
     except (ValueError, KeyError, TypeError):
         pass
     return " ".join(text.split())[:200] or str(error.reason)

@@ -1,7 +1,7 @@
-"""`shardwise eval`: loads each model, measures it on each task, and shows what came of it.
+"""`shardwise eval`: loads each model, measures it on each task, and shows the results.
 
-Results are kept as they come: after each task results.json is written anew, and samples.jsonl grows line by line, so
-that Ctrl-C or a crash loses the task at hand and no more.
+Results are saved as they come: results.json is rewritten after each task, and samples.jsonl grows line by line, so that
+Ctrl-C or a crash loses only the current task.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
 from rich.console import Console
 
 from shardwise.checkpoint.folders import list_checkpoints
 from shardwise.checkpoint.store import RUN
+from shardwise.config.renamed import read_saved
 from shardwise.config.schema import Run
 from shardwise.core.errors import Interrupted, UserError
 from shardwise.evaluate.bars import Bar, bars
@@ -33,7 +33,7 @@ EXPORTED_RUN = "shardwise_run.json"
 
 @dataclass
 class Session:
-    """What has been measured so far, and where it goes."""
+    """Results so far, and where they are written."""
 
     models: list[str]
     tasks: list[Any]
@@ -41,7 +41,7 @@ class Session:
     results: dict[str, list[TaskResult]] = field(default_factory=dict)
 
     def begin(self) -> None:
-        """Makes the folder; samples of an earlier run are replaced."""
+        """Makes the output folder; samples of an earlier run are replaced."""
         if self.output is not None:
             try:
                 self.output.mkdir(parents=True, exist_ok=True)
@@ -51,7 +51,7 @@ class Session:
                 raise UserError("--output", str(self.output), problem, "choose a folder you may write to") from None
 
     def add(self, model: str, measured: TaskResult, seconds: float) -> None:
-        """One more result."""
+        """Adds a result and saves it."""
         measured.seconds = seconds
         self.results.setdefault(model, []).append(measured)
         if self.output is not None:
@@ -60,7 +60,7 @@ class Session:
             partial.replace(self.output / RESULTS)
 
     def keeper(self, model: str, task: str) -> Callable[[dict[str, Any]], None]:
-        """Takes samples of a model on a task."""
+        """Returns a function that saves samples of a model on a task."""
         if self.output is None:
             return lambda _: None
         file = self.output / SAMPLES
@@ -73,23 +73,25 @@ class Session:
         return keep
 
     def to_json(self) -> dict[str, Any]:
-        """Everything, with the differences to the first model."""
+        """Returns everything, with the differences from the first model."""
         tasks = [task.model_dump(mode="json") for task in self.tasks]
-        results = {label: [m.to_json() for m in found] for label, found in self.results.items()}
+        results = {}
+        for label, task_results in self.results.items():
+            results[label] = [result.to_json() for result in task_results]
         return {"models": self.models, "tasks": tasks, "results": results, "differences": self._differences()}
 
     def _differences(self) -> dict[str, Any]:
         first, *others = self.models
-        told: dict[str, Any] = {}
+        differences: dict[str, Any] = {}
         for other in others:
-            for one in self.results.get(other, []):
-                base = next((m for m in self.results.get(first, []) if m.task == one.task), None)
-                for figure in one.figures:
-                    against = next((f for f in base.figures if f.name == figure.name), None) if base else None
-                    if against is not None and (found := difference(figure, against)) is not None:
-                        entry = {"value": found.value, "stderr": found.error, "paired": found.paired}
-                        told.setdefault(other, {}).setdefault(one.task, {})[figure.name] = entry
-        return told
+            for result in self.results.get(other, []):
+                base = next((m for m in self.results.get(first, []) if m.task == result.task), None)
+                for figure in result.figures:
+                    reference = next((f for f in base.figures if f.name == figure.name), None) if base else None
+                    if reference is not None and (change := difference(figure, reference)) is not None:
+                        entry = {"value": change.value, "stderr": change.error, "paired": change.paired}
+                        differences.setdefault(other, {}).setdefault(result.task, {})[figure.name] = entry
+        return differences
 
 
 def evaluate(
@@ -99,22 +101,23 @@ def evaluate(
     if len(set(models)) < len(models):
         raise UserError("MODEL", " ".join(models), "one is named twice", "name each model once")
     runs = {name: run_of(name) for name in models}
-    borrowed = next((run for run in runs.values() if run is not None), None)
+    default_run = next((run for run in runs.values() if run is not None), None)
     todo = list(tasks) or [LossTask()]
     _check(todo, models, output)
     session = Session(list(models), todo, output)
     session.begin()
     try:
-        _measure_all(session, runs, borrowed, changed_tokenizer)
+        _measure_all(session, runs, default_run, changed_tokenizer)
     except KeyboardInterrupt:
         _show(session, as_json)
-        done, whole = sum(map(len, session.results.values())), len(models) * len(todo)
-        raise Interrupted(f"stopped: {done} of {whole} measurements are done and shown", 130) from None
+        done = sum(map(len, session.results.values()))
+        total = len(models) * len(todo)
+        raise Interrupted(f"stopped: {done} of {total} measurements are done and shown", 130) from None
     _show(session, as_json)
 
 
 def _check(tasks: Sequence[Any], models: Sequence[str], output: Path | None) -> None:
-    """What can be told before a model is loaded."""
+    """Rejects mistakes before a model is loaded."""
     labels = [task.label for task in tasks]
     if twice := next((label for label in labels if labels.count(label) > 1), None):
         raise UserError("tasks", twice, "two tasks have this name", "give them names of their own (name: …)")
@@ -126,7 +129,9 @@ def _check(tasks: Sequence[Any], models: Sequence[str], output: Path | None) -> 
             raise UserError("MODEL", models[0], "pairs need two models", "name another, or use mode: single")
 
 
-def _measure_all(session: Session, runs: dict[str, Run | None], borrowed: Run | None, changed_tokenizer: bool) -> None:
+def _measure_all(
+    session: Session, runs: dict[str, Run | None], default_run: Run | None, changed_tokenizer: bool
+) -> None:
     from shardwise.evaluate.judge import collect_answers, judge_all
     from shardwise.export.inference import load_for_inference
 
@@ -134,7 +139,7 @@ def _measure_all(session: Session, runs: dict[str, Run | None], borrowed: Run | 
     for name in session.models:
         model, tokenizer = load_for_inference(name, changed_tokenizer, talks=False)
         for task in session.tasks:
-            began = time.monotonic()
+            started = time.monotonic()
             with bars(f"{name}: {task.label}") as bar:
                 if isinstance(task, JudgeTask):
                     assert session.output is not None
@@ -144,19 +149,19 @@ def _measure_all(session: Session, runs: dict[str, Run | None], borrowed: Run | 
                     )
                     continue
                 keep = session.keeper(name, task.label)
-                found = _measure(task, name, model, tokenizer, runs[name] or borrowed, bar, keep)
-            for measured in found:
-                session.add(name, measured, time.monotonic() - began)
+                results = _measure(task, name, model, tokenizer, runs[name] or default_run, bar, keep)
+            for measured in results:
+                session.add(name, measured, time.monotonic() - started)
         del model  # before the next one is loaded
         gc.collect()
     for task in session.tasks:
         if isinstance(task, JudgeTask):
             assert session.output is not None
-            began = time.monotonic()
+            started = time.monotonic()
             with bars(f"judge: {task.label}") as bar:
                 judged = judge_all(task, answers[task.label], session.output, bar)
             for name, measured in judged.items():
-                session.add(name, measured, time.monotonic() - began)
+                session.add(name, measured, time.monotonic() - started)
 
 
 def _measure(
@@ -182,7 +187,7 @@ def _measure(
 
 
 def check_causal(name: str, model: Any) -> None:
-    """Only a model that goes on with a text can be asked."""
+    """Raises an error if the model does not generate text."""
     if (kind := task_of(model.config)) != "causal":
         problem = f"is a {type(model).__name__} ({kind}), which does not go on with a text"
         raise UserError("MODEL", name, problem, "measure its loss and figures: leave the other tasks out")
@@ -198,7 +203,10 @@ def _show(session: Session, as_json: bool) -> None:
 
 
 def run_of(name: str) -> Run | None:
-    """The settings of the run that made a model, where its files tell; looked for as `load_for_inference` does."""
+    """Returns the config of the run that trained a model, if its files have one.
+
+    The files are searched as in `load_for_inference`.
+    """
     path = Path(name).expanduser()
     checkpoints = [*list_checkpoints(path / "checkpoints"), *list_checkpoints(path)]
     places = [path / RUN if (path / "state").is_dir() else path / "model" / EXPORTED_RUN, path / EXPORTED_RUN]
@@ -207,7 +215,7 @@ def run_of(name: str) -> Run | None:
     if file is None:
         return None
     try:
-        return Run.model_validate_json(file.read_text())
-    except (ValidationError, OSError):
+        return Run.model_validate(read_saved(file))
+    except (ValueError, OSError):
         problem = f"{file} was written by another version and cannot be read"
         raise UserError("MODEL", name, problem, "export the model again with this version") from None

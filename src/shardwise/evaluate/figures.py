@@ -1,8 +1,8 @@
-"""Figures with their uncertainty, and differences between models on the same items.
+"""Figures with their standard error, and differences between models on the same items.
 
 Every figure is a ratio of sums: of correct answers to questions, of losses to tokens. The standard error is that of a
 ratio of sums over items drawn at random (a question, a packed batch); where two models saw the same items, that of
-their difference is computed item by item, which is far smaller than the two errors together would say.
+their difference is computed item by item, which is far smaller than the two errors together would suggest.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ class Figure:
     units: np.ndarray | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """For results.json; no value where there was nothing to measure (JSON knows no NaN)."""
+        """Returns the entry of results.json; no value where there was nothing to measure (JSON has no NaN)."""
         value = None if math.isnan(self.value) else self.value
         return {"value": value, "stderr": self.error, "count": self.count, "more_is_better": self.more_is_better}
 
 
 @dataclass
 class TaskResult:
-    """What a model has to show on one task; `groups` are its main figure by subject or source."""
+    """Results of a model on one task; `groups` are its main figure by subject or source."""
 
     task: str
     kind: str
@@ -45,7 +45,7 @@ class TaskResult:
     seconds: float = 0.0
 
     def to_json(self) -> dict[str, Any]:
-        """For results.json."""
+        """Returns the entry of results.json."""
         return {
             "task": self.task,
             "kind": self.kind,
@@ -59,7 +59,7 @@ class TaskResult:
 def ratio(
     name: str, sums: Sequence[float] | np.ndarray, units: Sequence[float] | np.ndarray | None = None, more: bool = True
 ) -> Figure:
-    """Sum of `sums` over sum of `units` (1 each unless given), with its standard error."""
+    """Returns the sum of `sums` over the sum of `units` (1 each by default), with its standard error."""
     sums = np.asarray(sums, dtype=np.float64)
     units = np.ones_like(sums) if units is None else np.asarray(units, dtype=np.float64)
     value = float(sums.sum() / units.sum()) if units.any() else math.nan
@@ -67,14 +67,17 @@ def ratio(
 
 
 def by_group(name: str, sums: Sequence[float], groups: Sequence[str | None]) -> dict[str, Figure]:
-    """A figure for each group, in the order of their names; nothing where no item has one."""
-    names = sorted({g for g in groups if g is not None})
-    return {g: ratio(name, [s for s, of in zip(sums, groups, strict=True) if of == g]) for g in names}
+    """Returns a figure for each group, sorted by name; empty if no item has one."""
+    members: dict[str, list[float]] = {}
+    for value, group in zip(sums, groups, strict=True):
+        if group is not None:
+            members.setdefault(group, []).append(value)
+    return {group: ratio(name, members[group]) for group in sorted(members)}
 
 
 @dataclass(frozen=True)
 class FigureDifference:
-    """How a figure differs from the first model's; `paired`: item by item."""
+    """Difference of a figure from the first model's; `paired`: item by item."""
 
     value: float
     error: float | None
@@ -86,21 +89,21 @@ class FigureDifference:
         return self.error is not None and abs(self.value) > 2 * self.error
 
 
-def difference(one: Figure, first: Figure) -> FigureDifference | None:
-    """Of two models' figures; None where they are means over different things."""
-    value = one.value - first.value
+def difference(figure: Figure, first: Figure) -> FigureDifference | None:
+    """Returns the difference of two models' figures; None if they are means over different items."""
+    value = figure.value - first.value
     if math.isnan(value):
         return None
-    if one.sums is None or first.sums is None or one.units is None or first.units is None:
-        known = one.error is not None and first.error is not None
-        return FigureDifference(value, math.hypot(one.error or 0, first.error or 0) if known else None, False)
-    if not np.array_equal(one.units, first.units):
+    if figure.sums is None or first.sums is None or figure.units is None or first.units is None:
+        both_known = figure.error is not None and first.error is not None
+        return FigureDifference(value, math.hypot(figure.error or 0, first.error or 0) if both_known else None, False)
+    if not np.array_equal(figure.units, first.units):
         return None
-    rest = (one.sums - one.value * one.units) - (first.sums - first.value * first.units)
-    return FigureDifference(value, _error(rest, one.units), True)
+    residuals = (figure.sums - figure.value * figure.units) - (first.sums - first.value * first.units)
+    return FigureDifference(value, _error(residuals, figure.units), True)
 
 
-def _error(rest: np.ndarray, units: np.ndarray) -> float | None:
-    """None for a single item; one without units (a grade that could not be read) is none."""
+def _error(residuals: np.ndarray, units: np.ndarray) -> float | None:
+    """None for a single item; items without units (a grade that could not be parsed) do not count."""
     count = int(np.count_nonzero(units))
-    return float(math.sqrt(count / (count - 1) * np.square(rest).sum()) / units.sum()) if count > 1 else None
+    return float(math.sqrt(count / (count - 1) * np.square(residuals).sum()) / units.sum()) if count > 1 else None

@@ -1,4 +1,4 @@
-"""Greedy answers to a file of prompts, scored by a rule and all of them kept."""
+"""Greedy answers to a file of prompts, scored by a rule and all of them saved."""
 
 from __future__ import annotations
 
@@ -38,11 +38,12 @@ def _item(row: EvalRow, task: GenerateTask, needs_answer: bool) -> _Item:
         answer = row.get(task.fields, "answer", ANSWER)
     if answer is None and needs_answer:
         row.need(task.fields, "answer", ANSWER)
-    wanted = [str(a) for a in answer] if isinstance(answer, list) else [] if answer is None else [str(answer)]
+    answers = answer if isinstance(answer, list) else [answer]
+    expected = [] if answer is None else [str(a) for a in answers]
     if task.system is not None:
         messages = [{"role": "system", "content": task.system}, *messages]
     group = row.get(task.fields, "category", ("subject",))
-    return _Item(row, messages, wanted, None if group is None else str(group))
+    return _Item(row, messages, expected, None if group is None else str(group))
 
 
 def measure_generation(
@@ -52,14 +53,16 @@ def measure_generation(
     bar: Bar,
     keep: Callable[[dict[str, Any]], None],
 ) -> TaskResult:
-    """The share of answers that the task's rule takes for right."""
+    """Returns the share of answers that the task's scorer accepts."""
     scorer = Scorer(task)
     items = [_item(row, task, scorer.needs_answer) for row in read_rows(task.path, "path", task.limit)]
     order = sorted(range(len(items)), key=lambda i: -len(prompt_ids(tokenizer, items[i].messages)))
-    advance, size, right = bar(len(items)), BATCH.get(model.device.type, 8), [0.0] * len(items)
+    advance = bar(len(items))
+    size = BATCH.get(model.device.type, 8)
+    right = [0.0] * len(items)
     sampling = Sampling(max_tokens=task.max_tokens)
-    for at in range(0, len(order), size):
-        batch = order[at : at + size]
+    for start in range(0, len(order), size):
+        batch = order[start : start + size]
         outputs = replies(model, tokenizer, [items[i].messages for i in batch], sampling, size)
         for i, output in zip(batch, outputs, strict=True):
             item = items[i]

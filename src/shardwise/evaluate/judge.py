@@ -1,4 +1,4 @@
-"""Models judged by another one, in the manner of MT-bench: several turns, a grade, or pairs shown in both orders.
+"""Models judged by another model, in the manner of MT-bench: several turns, a grade, or pairs in both orders.
 
 Answers and judgements are appended to files as they come and looked up there first, so that a second run asks only for
 what is missing. A pair is judged twice, with the places swapped: a judge that contradicts itself has found no winner.
@@ -38,7 +38,7 @@ class JudgeQuestion:
 
 
 def read_judged(task: JudgeTask) -> list[JudgeQuestion]:
-    """The questions of a file: turns (or a single prompt), category, reference."""
+    """Returns the questions of a file: turns (or a single prompt), category, reference."""
     return [_question(number, row) for number, row in enumerate(read_rows(task.path, "path", task.limit))]
 
 
@@ -47,8 +47,8 @@ def _question(number: int, row: EvalRow) -> JudgeQuestion:
     turns = [turns] if isinstance(turns, str) else turns
     if not isinstance(turns, list) or not turns or not all(isinstance(t, str) and t.strip() for t in turns):
         raise row.wrong("its turns are no list of questions", 'write {"turns": ["first question", "second"]}')
-    given = row.get({}, "reference")
-    references = [given] if isinstance(given, str) else list(given or [])
+    reference_value = row.get({}, "reference")
+    references = [reference_value] if isinstance(reference_value, str) else list(reference_value or [])
     padded = tuple([*references, *[None] * len(turns)][: len(turns)])
     category = row.get({}, "category")
     name = row.get({}, "question_id", ("id",))
@@ -58,10 +58,11 @@ def _question(number: int, row: EvalRow) -> JudgeQuestion:
 
 
 class Store:
-    """A file of JSON lines by key, appended to by several threads; a line cut off by a crash is left out."""
+    """A file of JSON lines by key, appended to by several threads; a line truncated by a crash is ignored."""
 
     def __init__(self, file: Path) -> None:
-        self._file, self._lock = file, threading.Lock()
+        self._file = file
+        self._lock = threading.Lock()
         self._known: dict[str, dict[str, Any]] = {}
         file.parent.mkdir(parents=True, exist_ok=True)
         text = file.read_text(encoding="utf-8") if file.exists() else ""
@@ -75,11 +76,11 @@ class Store:
             file.write_text(text + "\n", encoding="utf-8")
 
     def get(self, key: str) -> dict[str, Any] | None:
-        """What was kept under a key."""
+        """Returns the entry under a key, or None."""
         return self._known.get(key)
 
     def put(self, key: str, entry: dict[str, Any]) -> None:
-        """Keeps an entry, on disk before this returns."""
+        """Stores an entry; it is on disk when this returns."""
         with self._lock:
             self._known[key] = {"key": key, **entry}
             with self._file.open("a", encoding="utf-8") as file:
@@ -87,17 +88,17 @@ class Store:
 
 
 def key_of(*parts: Any) -> str:
-    """A name for what was asked."""
+    """Returns a hash of the request."""
     return hashlib.sha256(json.dumps(parts, ensure_ascii=False).encode()).hexdigest()[:32]
 
 
 def identity_of(model: Any) -> str:
-    """Changes when the model's weights do: a fingerprint of some values of each of them."""
+    """Returns a fingerprint of some values of each weight, which changes when the weights do."""
     digest = hashlib.sha256()
     for name, parameter in model.named_parameters():
         flat = parameter.detach().flatten()
-        some = flat[:: max(1, len(flat) // 32)][:64].float().cpu().numpy()
-        digest.update(name.encode() + some.tobytes())
+        sampled = flat[:: max(1, len(flat) // 32)][:64].float().cpu().numpy()
+        digest.update(name.encode() + sampled.tobytes())
     return digest.hexdigest()[:16]
 
 
@@ -109,30 +110,33 @@ def collect_answers(
     folder: Path,
     bar: Bar,
 ) -> dict[str, list[str]]:
-    """The model's answers to every turn, by question; those of an earlier run are reused."""
-    questions, store, who = read_judged(task), Store(folder / ANSWERS), identity_of(model)
-    keys = {q.id: key_of(who, q.turns, task.max_tokens) for q in questions}
+    """Returns the model's answers to every turn, by question; those of an earlier run are reused."""
+    questions = read_judged(task)
+    store = Store(folder / ANSWERS)
+    model_id = identity_of(model)
+    keys = {q.id: key_of(model_id, q.turns, task.max_tokens) for q in questions}
     missing = [q for q in questions if store.get(keys[q.id]) is None]
-    advance, size = bar(len(missing)), BATCH.get(model.device.type, 4)
-    for at in range(0, len(missing), size):
-        batch = missing[at : at + size]
-        said: dict[str, list[str]] = {q.id: [] for q in batch}
+    advance = bar(len(missing))
+    size = BATCH.get(model.device.type, 4)
+    for start in range(0, len(missing), size):
+        batch = missing[start : start + size]
+        answers: dict[str, list[str]] = {q.id: [] for q in batch}
         for turn in range(max(len(q.turns) for q in batch)):
-            asked = [q for q in batch if turn < len(q.turns)]
-            conversations = [_conversation(q.turns[: turn + 1], said[q.id]) for q in asked]
+            active = [q for q in batch if turn < len(q.turns)]
+            conversations = [_conversation(q.turns[: turn + 1], answers[q.id]) for q in active]
             outputs = replies(model, tokenizer, conversations, Sampling(max_tokens=task.max_tokens), size)
-            for question, output in zip(asked, outputs, strict=True):
-                said[question.id].append(output)
+            for question, output in zip(active, outputs, strict=True):
+                answers[question.id].append(output)
         for q in batch:
-            store.put(keys[q.id], {"model": label, "question": q.id, "turns": q.turns, "answers": said[q.id]})
+            store.put(keys[q.id], {"model": label, "question": q.id, "turns": q.turns, "answers": answers[q.id]})
         advance(len(batch))
     return {q.id: list((store.get(keys[q.id]) or {})["answers"]) for q in questions}
 
 
 def _conversation(questions: Sequence[str], answers: Sequence[str]) -> list[dict[str, str]]:
     turns = [{"role": "user", "content": q} for q in questions]
-    for place, answer in enumerate(answers):
-        turns.insert(2 * place + 1, {"role": "assistant", "content": answer})
+    for index, answer in enumerate(answers):
+        turns.insert(2 * index + 1, {"role": "assistant", "content": answer})
     return turns
 
 
@@ -143,9 +147,9 @@ def judge_all(
     bar: Bar,
     endpoint: Endpoint | None = None,
 ) -> dict[str, TaskResult]:
-    """What the judge says of each model's answers; in pairs, of each but the first against the first."""
-    place = Endpoint(task.url, task.model, task.key, task.judge_tokens, task.retries, task.timeout)
-    court = _Court(task, endpoint or place, Store(folder / JUDGEMENTS))
+    """Returns the judge's results for each model; pairwise, for each but the first against the first."""
+    default_endpoint = Endpoint(task.url, task.model, task.key, task.judge_tokens, task.retries, task.timeout)
+    judgements = _Judgements(task, endpoint or default_endpoint, Store(folder / JUDGEMENTS))
     questions = read_judged(task)
     first, *others = answers
     if task.mode == "single":
@@ -155,8 +159,8 @@ def judge_all(
             for q in questions
             for turn, e in enumerate(_exchanges(q, answers[label][q.id]), 1)
         ]
-        court.hear(cases, bar)
-        return {label: court.grades(questions, answers[label]) for label in answers}
+        judgements.hear(cases, bar)
+        return {label: judgements.grades(questions, answers[label]) for label in answers}
     cases = [
         JudgeCase(prompt, q.id, turn, order)
         for other in others
@@ -164,8 +168,8 @@ def judge_all(
         for turn, both in enumerate(_pairs(q, answers[first], answers[other]), 1)
         for prompt, order in zip(both, ((first, other), (other, first)), strict=True)
     ]
-    court.hear(cases, bar)
-    return {other: court.duels(questions, answers[first], answers[other], first) for other in others}
+    judgements.hear(cases, bar)
+    return {other: judgements.duels(questions, answers[first], answers[other], first) for other in others}
 
 
 def _exchanges(question: JudgeQuestion, answers: Sequence[str]) -> list[JudgedTurns]:
@@ -182,7 +186,7 @@ def _pairs(question: JudgeQuestion, first: dict[str, list[str]], other: dict[str
 
 @dataclass(frozen=True)
 class JudgeCase:
-    """What is put to the judge, and whose answer to which turn it is about; of a pair, A's first."""
+    """A prompt for the judge, and which models' answers to which turn it is about; of a pair, A's first."""
 
     messages: list[dict[str, str]]
     question: str
@@ -190,17 +194,19 @@ class JudgeCase:
     models: tuple[str, ...]
 
 
-class _Court:
-    """Judgements by what was asked, and the figures they come to."""
+class _Judgements:
+    """Judgements by prompt, and the figures they add up to."""
 
     def __init__(self, task: JudgeTask, endpoint: Endpoint, store: Store) -> None:
-        self._task, self._endpoint, self._store = task, endpoint, store
+        self._task = task
+        self._endpoint = endpoint
+        self._store = store
 
     def _key(self, messages: list[dict[str, str]]) -> str:
         return key_of(self._task.model, self._task.judge_tokens, messages)
 
     def hear(self, cases: Iterable[JudgeCase], bar: Bar) -> None:
-        """Asks for the judgements that are missing, several at a time."""
+        """Requests the missing judgements, several at a time."""
         missing = {key: case for case in cases if self._store.get(key := self._key(case.messages)) is None}
         advance = bar(len(missing))
         pool = ThreadPoolExecutor(self._task.concurrency)
@@ -217,65 +223,72 @@ class _Court:
     def _ask(self, key: str, case: JudgeCase) -> None:
         text = self._endpoint.ask(case.messages)
         verdict = read_rating(text) if self._task.mode == "single" else read_verdict(text)
-        told = {"judge": self._task.model, "models": case.models, "question": case.question, "turn": case.turn}
+        labels = {"judge": self._task.model, "models": case.models, "question": case.question, "turn": case.turn}
         # The verdict is for people who look for what could not be read; figures come from the words.
-        self._store.put(key, {**told, "verdict": verdict, "judgement": text, "messages": case.messages})
+        self._store.put(key, {**labels, "verdict": verdict, "judgement": text, "messages": case.messages})
 
     def _text(self, messages: list[dict[str, str]]) -> str:
         return str((self._store.get(self._key(messages)) or {})["judgement"])
 
     def grades(self, questions: Sequence[JudgeQuestion], answers: dict[str, list[str]]) -> TaskResult:
-        """Mean grade over questions (each the mean of its turns), by turn and by category."""
-        graded: list[tuple[JudgeQuestion, list[float | None]]] = [
-            (q, [read_rating(self._text(single_prompt(e))) for e in _exchanges(q, answers[q.id])]) for q in questions
-        ]
-        read = [value is not None for _, values in graded for value in values]
-        most = max(len(q.turns) for q in questions)
-        turns = [[values[n] for _, values in graded if n < len(values)] for n in range(most)]
+        """Returns the mean grade over questions (each the mean of its turns), by turn and by category."""
+        graded: list[tuple[JudgeQuestion, list[float | None]]] = []
+        for question in questions:
+            exchanges = _exchanges(question, answers[question.id])
+            graded.append((question, [read_rating(self._text(single_prompt(exchange))) for exchange in exchanges]))
+        parsed = [value is not None for _, values in graded for value in values]
+        most_turns = max(len(q.turns) for q in questions)
         figures = [_means("grade", [values for _, values in graded])]
-        if most > 1:
-            figures += [_means(f"grade, turn {n + 1}", [[v] for v in turn]) for n, turn in enumerate(turns)]
+        for turn in range(most_turns if most_turns > 1 else 0):
+            figures.append(
+                _means(f"grade, turn {turn + 1}", [[values[turn]] for _, values in graded if turn < len(values)])
+            )
         names = sorted({q.category for q in questions if q.category is not None})
-        groups = {c: _means("grade", [values for q, values in graded if q.category == c]) for c in names}
-        return TaskResult(self._task.label, "judge", figures, groups, _told_unread(read))
+        groups = {}
+        for name in names:
+            groups[name] = _means("grade", [values for question, values in graded if question.category == name])
+        return TaskResult(self._task.label, "judge", figures, groups, _unparsed_note(parsed))
 
     def duels(
         self, questions: Sequence[JudgeQuestion], first: dict[str, list[str]], other: dict[str, list[str]], against: str
     ) -> TaskResult:
-        """Wins, ties and losses against the first model; what the swap contradicts is a tie."""
+        """Returns wins, ties and losses against the first model; verdicts that change with the order are ties."""
         scores: dict[str, list[float | None]] = {q.id: [] for q in questions}
         counts = {"win": 0, "tie": 0, "loss": 0}
-        read: list[bool] = []
-        swayed = 0
+        parsed: list[bool] = []
+        order_dependent = 0
         for question in questions:
             for as_a, as_b in _pairs(question, first, other):
-                one, two = read_verdict(self._text(as_a)), read_verdict(self._text(as_b))
-                read += [one is not None, two is not None]
-                if one is None or two is None:
+                first_verdict = read_verdict(self._text(as_a))
+                swapped_verdict = read_verdict(self._text(as_b))
+                parsed += [first_verdict is not None, swapped_verdict is not None]
+                if first_verdict is None or swapped_verdict is None:
                     scores[question.id].append(None)
                     continue
-                won = {("B", "A"): "win", ("A", "B"): "loss"}.get((one, two), "tie")
-                swayed += (one, two) in (("A", "A"), ("B", "B"))
-                counts[won] += 1
-                scores[question.id].append({"win": 1.0, "tie": 0.5, "loss": 0.0}[won])
-        heard = sum(counts.values())
+                outcome = {("B", "A"): "win", ("A", "B"): "loss"}.get((first_verdict, swapped_verdict), "tie")
+                order_dependent += (first_verdict, swapped_verdict) in (("A", "A"), ("B", "B"))
+                counts[outcome] += 1
+                scores[question.id].append({"win": 1.0, "tie": 0.5, "loss": 0.0}[outcome])
+        compared = sum(counts.values())
         figures = [_means("win rate", list(scores.values()))]
-        figures += [Figure(name, float(n), None, heard, name != "loss") for name, n in counts.items()]
+        figures += [Figure(name, float(n), None, compared, name != "loss") for name, n in counts.items()]
         notes = [f"compared with {against}; a tie counts half"]
-        if swayed:
-            notes.append(f"{swayed} of {heard} comparisons turned with the order of the answers and count as ties")
-        return TaskResult(self._task.label, "judge", figures, {}, notes + _told_unread(read, pairs=True))
+        if order_dependent:
+            notes.append(
+                f"{order_dependent} of {compared} comparisons turned with the order of the answers and count as ties"
+            )
+        return TaskResult(self._task.label, "judge", figures, {}, notes + _unparsed_note(parsed, pairs=True))
 
 
 def _means(name: str, items: Sequence[Sequence[float | None]]) -> Figure:
-    """Over questions, each the mean of what could be read of it; a question of which nothing could counts nothing."""
-    read = [[v for v in values if v is not None] for values in items]
-    return ratio(name, [sum(v) / len(v) if v else 0.0 for v in read], [float(bool(v)) for v in read])
+    """Mean over questions, each the mean of its parsed values; a question without any does not count."""
+    parsed = [[v for v in values if v is not None] for values in items]
+    return ratio(name, [sum(v) / len(v) if v else 0.0 for v in parsed], [float(bool(v)) for v in parsed])
 
 
-def _told_unread(read: Sequence[bool], pairs: bool = False) -> list[str]:
-    if all(read):
+def _unparsed_note(parsed: Sequence[bool], pairs: bool = False) -> list[str]:
+    if all(parsed):
         return []
-    lost = ", their comparisons with them" if pairs else ""
-    what = f"{read.count(False)} of {len(read)} judgements have no clear verdict and are left out{lost}"
-    return [f'{what} (see "verdict": null in {JUDGEMENTS})']
+    consequence = ", their comparisons with them" if pairs else ""
+    summary = f"{parsed.count(False)} of {len(parsed)} judgements have no clear verdict and are left out{consequence}"
+    return [f'{summary} (see "verdict": null in {JUDGEMENTS})']

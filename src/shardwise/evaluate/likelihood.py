@@ -1,7 +1,7 @@
-"""How likely a model holds continuations to be, many at a time.
+"""Log-likelihoods of continuations under a model, in batches.
 
-Requests of like length share a padded batch; what all of them begin with (worked examples) goes through the model once
-and is kept as its cache; requests that differ in their last token alone (answers by letter) share a row.
+Requests of similar length share a padded batch; their common prefix (few-shot examples) goes through the model once and
+is cached; requests that differ in their last token only (answers by letter) share a row.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ class Request:
 
 @dataclass(frozen=True)
 class Likelihood:
-    """The sum of log p over a continuation's tokens, and how many there are."""
+    """Sum of log p over a continuation's tokens, and their number."""
 
     total: float
     tokens: int
 
 
 def make_request(tokenizer: Any, context: str, continuation: str, special: bool = True) -> Request:
-    """Tokenises both as one text; a token that lies across the border belongs to the continuation."""
+    """Tokenises both as one text; a token across the border belongs to the continuation."""
     coded = tokenizer(context + continuation, add_special_tokens=special, return_offsets_mapping=True, verbose=False)
     pairs = list(zip(coded["input_ids"], coded["offset_mapping"], strict=True))
     while pairs and pairs[-1][1][1] <= len(context):  # what a tokenizer puts at the end of every text
@@ -47,24 +47,27 @@ def make_request(tokenizer: Any, context: str, continuation: str, special: bool 
     ids = [i for i, _ in pairs]
     begin = next((n for n, (_, (_, end)) in enumerate(pairs) if end > len(context)), len(pairs))
     if begin == 0:  # something must come before, to predict from
-        start = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
-        ids, begin = [start or 0, *ids], 1
+        start_token = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
+        ids = [start_token or 0, *ids]
+        begin = 1
     return Request(tuple(ids), begin)
 
 
 def fit_context(model: Any, requests: Sequence[Request]) -> tuple[list[Request], int]:
-    """Requests cut at the front to the model's context, and how many were cut."""
-    room = context_length(model)
-    if room is None:
+    """Returns the requests truncated at the front to the model's context, and how many were."""
+    context = context_length(model)
+    if context is None:
         return list(requests), 0
-    fitted, cut = [], 0
+    fitted = []
+    cut = 0
     for request in requests:
-        over = len(request.ids) - 1 - room
-        if over > 0:
-            if over >= request.begin:
-                problem = f"does not fit in the model's context of {room} tokens"
+        excess = len(request.ids) - 1 - context
+        if excess > 0:
+            if excess >= request.begin:
+                problem = f"does not fit in the model's context of {context} tokens"
                 raise UserError("choices", f"{len(request.ids) - request.begin} tokens", problem, "shorten it")
-            request, cut = Request(request.ids[over:], request.begin - over), cut + 1
+            request = Request(request.ids[excess:], request.begin - excess)
+            cut = cut + 1
         fitted.append(request)
     return fitted, cut
 
@@ -73,7 +76,7 @@ def fit_context(model: Any, requests: Sequence[Request]) -> tuple[list[Request],
 def log_likelihoods(
     model: Any, requests: Sequence[Request], advance: Callable[[int], None] = lambda _: None
 ) -> list[Likelihood]:
-    """For each request, in order; `advance` is told how many more are done."""
+    """Returns a likelihood for each request, in order; `advance` is called with the number done."""
     rows: dict[tuple[int, ...], list[int]] = {}
     for number, request in enumerate(requests):
         rows.setdefault(request.ids[:-1], []).append(number)
@@ -81,13 +84,15 @@ def log_likelihoods(
     results: list[Likelihood | None] = [None] * len(requests)
     order = sorted(rows, key=len, reverse=True)  # the largest batch first: what does not fit shows at once
     vocabulary = model.get_output_embeddings().weight.shape[0] if model.get_output_embeddings() is not None else 1
-    budget, at = TOKENS[model.device.type if model.device.type in TOKENS else "cuda"], 0
-    while at < len(order):
-        batch = order[at : at + max(1, budget // max(1, len(order[at])))]
+    budget = TOKENS[model.device.type if model.device.type in TOKENS else "cuda"]
+    start = 0
+    while start < len(order):
+        batch = order[start : start + max(1, budget // max(1, len(order[start])))]
         while len(batch) > 1 and _logits(batch, rows, requests) * vocabulary > LOGITS:
             batch = batch[: len(batch) // 2]
         try:
-            values = _batch(model, shared, batch, [[requests[n] for n in rows[row]] for row in batch])
+            by_row = [[requests[n] for n in rows[row]] for row in batch]
+            values = _batch(model, shared, batch, by_row)
         except torch.OutOfMemoryError:
             if len(batch) == 1:
                 problem = "the device's memory is too small for it"
@@ -100,23 +105,24 @@ def log_likelihoods(
             for number, likelihood in zip(rows[row], likelihoods, strict=True):
                 results[number] = likelihood
         advance(sum(len(rows[row]) for row in batch))
-        at += len(batch)
+        start += len(batch)
     return [r for r in results if r is not None]
 
 
 def _logits(
     batch: Sequence[tuple[int, ...]], rows: dict[tuple[int, ...], list[int]], requests: Sequence[Request]
 ) -> int:
-    """For how many positions a batch needs logits."""
+    """Number of positions for which a batch needs logits."""
     first = min(requests[n].begin for row in batch for n in rows[row])
     return len(batch) * (max(map(len, batch)) + 1 - first)
 
 
 class _Shared:
-    """The tokens that all requests begin with, and the model's cache of them; nothing where it would not pay."""
+    """The prefix of all requests, and the model's cache of it; empty where it would not pay."""
 
     def __init__(self, model: Any, requests: Sequence[Request]) -> None:
-        self.length, self._cache = 0, None
+        self.length = 0
+        self._cache = None
         ids = [r.ids for r in requests]
         # Of sorted lists the first and the last differ earliest. Left in each row: the token before its continuation.
         length = min([_common(min(ids), max(ids)), *(r.begin - 1 for r in requests)]) if ids else 0
@@ -128,19 +134,20 @@ class _Shared:
         cache = getattr(model(input_ids=inputs, use_cache=True), "past_key_values", None)
         # Other kinds (sliding windows, states) forget or cannot be repeated.
         if isinstance(cache, DynamicCache) and all(type(x).__name__ == "DynamicLayer" for x in cache.layers):
-            self.length, self._cache = length, cache
+            self.length = length
+            self._cache = cache
 
     def cache(self, rows: int) -> Any:
-        """A copy for so many rows."""
+        """Returns a copy for this many rows."""
         repeated = copy.deepcopy(self._cache)
         if repeated is not None:
             repeated.batch_repeat_interleave(rows)
         return repeated
 
 
-def _common(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many tokens two lists begin with alike."""
-    return next((n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+def _common(left: Sequence[int], right: Sequence[int]) -> int:
+    """Length of the common prefix of two lists."""
+    return next((n for n, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), min(len(left), len(right)))
 
 
 def _batch(
@@ -161,11 +168,14 @@ def _batch(
     else:
         offset = start
     logits = model(**inputs).logits
-    return [[_sum(logits[n], r, offset) for r in of_row] for n, of_row in enumerate(requests)]
+    likelihoods = []
+    for row_logits, row_requests in zip(logits, requests, strict=True):
+        likelihoods.append([_sum(row_logits, request, offset) for request in row_requests])
+    return likelihoods
 
 
 def _sum(logits: torch.Tensor, request: Request, offset: int) -> Likelihood:
-    """`offset`: the place in the request's ids of the first row of logits."""
+    """`offset` is the index in the request's ids of the first row of logits."""
     picked = logits[request.begin - 1 - offset : len(request.ids) - 1 - offset].float().log_softmax(-1)
     targets = torch.tensor(request.ids[request.begin :], device=logits.device)
     return Likelihood(float(picked.gather(1, targets[:, None]).double().sum()), len(targets))

@@ -1,7 +1,7 @@
-"""Loss per source of a loaded model, by the loader and the objective of training.
+"""Loss per source of a loaded model, with the loader and the objective of training.
 
-The data are read with the settings of the run that made the model, so that what was held out then is what is measured
-now, packed in the same order into the same batches.
+The data are read with the settings of the run that trained the model, so that what was held out then is what is
+measured now, packed in the same order into the same batches.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def measure_loss(
     run: Run | None,
     bar: Bar,
 ) -> TaskResult:
-    """Loss and perplexity on the task's data, or on what the run held out."""
+    """Returns loss and perplexity on the task's data, or on the data that the run held out."""
     run, source = _settings(task, name, model, run)
     if source.attention:
         set_attention(model, source.attention)
@@ -66,7 +66,7 @@ def measure_loss(
     stops = stop_tokens(tokenizer, getattr(model, "generation_config", None))
     prepared = _prepared(data, tokenizer, run, vocabulary, _classes(model), stops)
     job = ResolvedRun(run, {}, source, tokenizer, prepared, UNTRAINED, Path(run.output))
-    stores = [one.held_out if held_out else one.store for one in prepared.train]
+    stores = [source_data.held_out if held_out else source_data.store for source_data in prepared.train]
     names = source_names(data.train)
     loader = make_loader(
         [SourceStream(n, s) for n, s in zip(names, stores, strict=True)], data, run.train.seed, job.layout, 1.0
@@ -75,34 +75,35 @@ def measure_loss(
 
 
 def _measure(label: str, job: ResolvedRun, model: Any, loader: Loader, vocabulary: int, bar: Bar) -> TaskResult:
-    whole: Any = UnshardedModel(model)
+    unsharded: Any = UnshardedModel(model)
     world: Any = SingleProcess(model.device)
     notes: list[str] = []
-    apart = check_documents(whole, vocabulary, job, world.device, notes.append)
+    documents_separate = check_documents(unsharded, vocabulary, job, world.device, notes.append)
     routers = watch_routers(model, job.source, job.run)
-    objective = make_objective(job, world, whole, apart, routers=routers)
-    micro, parts = int(job.run.train.micro_batch_size), []
+    objective = make_objective(job, world, unsharded, documents_separate, routers=routers)
+    micro = int(job.run.train.micro_batch_size)
+    parts = []
     advance = bar(-(-loader.epoch_sequences() // micro))
 
-    def each(part: torch.Tensor) -> None:
+    def collect(part: torch.Tensor) -> None:
         parts.append(part)
         advance(1)
 
-    with whole.evaluation(), not_recording(model):
-        sums = summed_losses(model, objective, loader, micro, model.device, each=each)
+    with unsharded.evaluation(), not_recording(model):
+        sums = summed_losses(model, objective, loader, micro, model.device, each=collect)
     if routers is not None:
         routers.remove()
-    found = evaluation_of(sums, objective, loader.names)
+    evaluation = evaluation_of(sums, objective, loader.names)
     columns = np.stack([part.numpy() for part in parts])  # batch, (sum, units), figure
-    figures = [replace(_ratio("loss", columns[:, :, 0], more=False), value=found.loss)]
-    if (perplexity := found.record.get("perplexity")) is not None:
+    figures = [replace(_ratio("loss", columns[:, :, 0], more=False), value=evaluation.loss)]
+    if (perplexity := evaluation.record.get("perplexity")) is not None:
         figures += [Figure("perplexity", perplexity, count=len(parts), more_is_better=False)]
-    for i, one in enumerate(objective.figures):
-        figures.append(_ratio(one, columns[:, :, 1 + i], more=not any(word in one for word in LESS)))
-    first = 1 + len(objective.figures)
-    groups = {} if len(loader.names) < 2 else {
-        one: _ratio("loss", columns[:, :, first + i], more=False) for i, one in enumerate(loader.names)
-    }  # fmt: skip
+    for i, figure_name in enumerate(objective.figures):
+        figures.append(_ratio(figure_name, columns[:, :, 1 + i], more=not any(word in figure_name for word in LESS)))
+    first_source = 1 + len(objective.figures)
+    groups: dict[str, Figure] = {}
+    for i, name in enumerate(loader.names if len(loader.names) > 1 else ()):
+        groups[name] = _ratio("loss", columns[:, :, first_source + i], more=False)
     return TaskResult(label, "loss", figures, groups, notes)
 
 
@@ -111,7 +112,7 @@ def _ratio(name: str, pairs: np.ndarray, more: bool = True) -> Figure:
 
 
 def _settings(task: LossTask, name: str, model: Any, run: Run | None) -> tuple[Run, ModelSource]:
-    """The run's own settings, or those of a run that would have this model and these data; and the model's source."""
+    """The run's own settings, or those of a default run with this model and data; and the model's source."""
     if run is None:
         if task.data is None:
             problem = "no run made this model, so nothing says what to measure it on"
@@ -123,8 +124,8 @@ def _settings(task: LossTask, name: str, model: Any, run: Run | None) -> tuple[R
         })  # fmt: skip
     else:
         # What spread it over its machine has no meaning here, and need not be possible here.
-        own = {"ranks": 1, "device": model.device.type, "backend": "auto", "precision": "auto"}
-        run = run.model_copy(update=own | {"parallel": Parallel(), "offload": Offload()})
+        local_settings = {"ranks": 1, "device": model.device.type, "backend": "auto", "precision": "auto"}
+        run = run.model_copy(update=local_settings | {"parallel": Parallel(), "offload": Offload()})
     result = resolve_machine(run)
     resolve_objective(result, task_of(model.config))
     settings: Any = result.run.objective
@@ -137,7 +138,7 @@ def _settings(task: LossTask, name: str, model: Any, run: Run | None) -> tuple[R
 
 
 def _data(task: LossTask, run: Run) -> tuple[Data, bool]:
-    """What to read, under `train`; and whether only what was held out of it is measured."""
+    """The data to read, under `train`, and whether to measure only what was held out of it."""
     data = run.data
     if task.sequence_length is not None:
         data = data.model_copy(update={"sequence_length": task.sequence_length})
@@ -150,7 +151,7 @@ def _data(task: LossTask, run: Run) -> tuple[Data, bool]:
 
 
 def _classes(model: Any) -> tuple[str, ...]:
-    """Those of a classifier's head, by number: what it was trained for, whichever run the settings are of."""
+    """Labels of a classifier's head by number: what it was trained for, whichever run the settings are from."""
     names = model.config.id2label if task_of(model.config) == "classify" else {}
     return tuple(str(names[number]) for number in sorted(names))
 
@@ -158,9 +159,9 @@ def _classes(model: Any) -> tuple[str, ...]:
 def _prepared(
     data: Data, tokenizer: Any, run: Run, vocabulary: int, labels: tuple[str, ...], stops: tuple[str, ...]
 ) -> Any:
-    known: dict[str, Any] = {"purpose": purpose_of(run), "labels": labels, "stops": stops}
+    options: dict[str, Any] = {"purpose": purpose_of(run), "labels": labels, "stops": stops}
     try:
-        return prepare_data(data, tokenizer, run.train.seed, vocabulary=vocabulary, **known)
+        return prepare_data(data, tokenizer, run.train.seed, vocabulary=vocabulary, **options)
     except UserError as error:
         field = error.field.replace("data.train", "data")
         raise UserError(field, error.value, error.problem, error.remedy) from None

@@ -1,4 +1,4 @@
-"""From the command's options to the same tasks that a file would describe."""
+"""Makes the same tasks from the command's options that a file would describe."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ USED_BY = {
 
 
 def tasks_from(options: dict[str, Any]) -> list[Any]:
-    """The tasks of the file, then those of the options, by their names in Python; one that nothing uses is an error."""
+    """Returns the tasks of the file, then those of the options; an option that no task uses is an error."""
     for name, users in USED_BY.items():
-        given = options[name] and options[name] != DEFAULTS.get(name)
-        if given and not any(options[user] for user in users):
+        is_set = options[name] and options[name] != DEFAULTS.get(name)
+        if is_set and not any(options[user] for user in users):
             problem = "nothing that the options ask for uses it"
             raise UserError(_option(name), options[name], problem, "leave it out, or set it in the file of --tasks")
     tasks = read_tasks(options["tasks"]) if options["tasks"] is not None else []
@@ -29,8 +29,8 @@ def tasks_from(options: dict[str, Any]) -> list[Any]:
     if options["data"]:
         tasks.append(make_task({"type": "loss", "data": list(options["data"])}, "--data"))
     for path in options["choice"] or ():
-        more = {name: options[name] for name in ("score", "shots", "examples")}
-        tasks.append(make_task({"type": "choice", "path": path, **more, **rows}, "--choice"))
+        choice_options = {name: options[name] for name in ("score", "shots", "examples")}
+        tasks.append(make_task({"type": "choice", "path": path, **choice_options, **rows}, "--choice"))
     for path in options["generate"] or ():
         values = {"type": "generate", "path": path, "scorer": options["scorer"], **length, **rows}
         tasks.append(make_task(values, "--generate"))

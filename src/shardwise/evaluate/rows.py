@@ -15,20 +15,20 @@ from shardwise.data.readers import look_up
 
 @dataclass(frozen=True)
 class EvalRow:
-    """A row and where it stands."""
+    """A row with its place in the file."""
 
     where: str
     value: dict[str, Any]
     field: str  # the setting that named the file
 
     def get(self, fields: dict[str, str], name: str, usual: Sequence[str] = ()) -> Any:
-        """What the row has under our name: in the column that `fields` names, or in the first usual one it has."""
+        """Returns a value by our name: from the column that `fields` names, or the first usual one it has."""
         columns = [fields[name]] if name in fields else [name, *usual]
-        found = (look_up(self.value, column) for column in columns)
-        return next((value for value in found if value is not None and value != ""), None)
+        values = (look_up(self.value, column) for column in columns)
+        return next((value for value in values if value is not None and value != ""), None)
 
     def need(self, fields: dict[str, str], name: str, usual: Sequence[str] = ()) -> Any:
-        """As `get`, but it must be there."""
+        """Like `get`, but raises UserError if it is missing."""
         value = self.get(fields, name, usual)
         if value is None:
             keys = ", ".join(map(str, list(self.value)[:8]))
@@ -37,12 +37,12 @@ class EvalRow:
         return value
 
     def wrong(self, problem: str, remedy: str) -> UserError:
-        """A mistake in this row."""
+        """Returns an error about this row."""
         return UserError(self.field, self.where, problem, remedy)
 
 
 def read_rows(path: str, field: str, limit: int | None = None) -> list[EvalRow]:
-    """The rows of a file or folder, at most `limit`; one that cannot be read is an error that names its line."""
+    """Returns the rows of a file or folder, at most `limit`; an unreadable row is an error that names its line."""
     rows: list[EvalRow] = []
     for task in chunk_tasks(Source(path=path), field):
         for raw in read_chunk(task):

@@ -1,4 +1,4 @@
-"""Rules that say whether a generated answer is right."""
+"""Rules that decide whether a generated answer is right."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ CLOSING = ".,;:!?'\"`)*"
 
 
 def normal(text: str) -> str:
-    """A text without what does not matter: case, runs of blanks, quotes and punctuation around it."""
+    """Normalises a text: case, runs of blanks, quotes and punctuation around it."""
     flat = " ".join(unicodedata.normalize("NFKC", text).casefold().split())
     return flat.strip(CLOSING + "(").strip()
 
 
 def last_number(text: str) -> float | None:
-    """The last number in a text, thousands separated by commas or not."""
-    found = [m.group() for m in NUMBER.finditer(text) if any(c.isdigit() for c in m.group())]
-    return float(found[-1].replace(",", "")) if found else None
+    """Returns the last number in a text, with or without thousands separators."""
+    numbers = [m.group() for m in NUMBER.finditer(text) if any(c.isdigit() for c in m.group())]
+    return float(numbers[-1].replace(",", "")) if numbers else None
 
 
 class Scorer:
-    """The rule of a task, its patterns compiled once."""
+    """The scorer of a task, its patterns compiled once."""
 
     def __init__(self, task: GenerateTask) -> None:
         self._task = task
@@ -40,35 +40,35 @@ class Scorer:
 
     @property
     def needs_answer(self) -> bool:
-        """Whether a row must say what is right."""
+        """Whether a row must have an expected answer."""
         return self._task.scorer != "json" and self._pattern is None
 
-    def __call__(self, output: str, wanted: Sequence[str]) -> bool:
-        """Whether the output is right; any of the wanted answers will do."""
+    def __call__(self, output: str, expected: Sequence[str]) -> bool:
+        """Whether the output is right; any of the expected answers will do."""
         text = self._part(output)
         if text is None:
             return False
         match self._task.scorer:
             case "exact":
-                return normal(text) in {normal(w) for w in wanted}
+                return normal(text) in {normal(w) for w in expected}
             case "contains":
-                return any(normal(w) in normal(text) for w in wanted)
+                return any(normal(w) in normal(text) for w in expected)
             case "numeric":
-                said = last_number(text)
-                return said is not None and any(_same(said, last_number(w)) for w in wanted)
+                number = last_number(text)
+                return number is not None and any(_same(number, last_number(w)) for w in expected)
             case "json":
                 return _is_json(text, self._task.keys)
             case "regex":
-                patterns = [self._pattern] if self._pattern is not None else [_compiled("answer", w) for w in wanted]
+                patterns = [self._pattern] if self._pattern is not None else [_compiled("answer", w) for w in expected]
                 return any(_search(p, text) for p in patterns)
 
     def _part(self, output: str) -> str | None:
         if self._extract is None:
             return output
-        found = None
-        for found in _timed(self._extract, output):  # noqa: B007
+        match = None
+        for match in _timed(self._extract, output):  # noqa: B007
             pass
-        return None if found is None else found.group(1 if self._extract.groups else 0)
+        return None if match is None else match.group(1 if self._extract.groups else 0)
 
 
 def _compiled(field: str, pattern: str | None) -> Any:
@@ -91,8 +91,8 @@ def _search(pattern: Any, text: str) -> bool:
     return bool(_timed(pattern, text))
 
 
-def _same(said: float, wanted: float | None) -> bool:
-    return wanted is not None and math.isclose(said, wanted, rel_tol=1e-6, abs_tol=1e-9)
+def _same(number: float, expected: float | None) -> bool:
+    return expected is not None and math.isclose(number, expected, rel_tol=1e-6, abs_tol=1e-9)
 
 
 def _refuse_constant(name: str) -> None:

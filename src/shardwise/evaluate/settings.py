@@ -1,4 +1,4 @@
-"""What can be measured, as `--tasks eval.yaml` writes it; the command's options make the same settings.
+"""Tasks of `shardwise eval`, as `--tasks eval.yaml` writes them; the command's options make the same settings.
 
 tasks:
   - {type: loss, data: heldout.jsonl}
@@ -24,14 +24,14 @@ from shardwise.core.errors import UserError
 
 
 class _Task(Section):
-    """What every task has."""
+    """Fields of every task."""
 
     name: str | None = Field(default=None, description="in tables and files; default: from the path")
     limit: Count | None = Field(default=None, description="measure the first so many rows only")
 
     @property
     def label(self) -> str:
-        """The name it goes by."""
+        """Name in tables and files."""
         return self.name or Path(str(getattr(self, "path", ""))).name or str(getattr(self, "type", ""))
 
 
@@ -47,7 +47,7 @@ class LossTask(Section):
 
     @property
     def label(self) -> str:
-        """The name it goes by."""
+        """Name in tables and files."""
         return self.name or "loss"
 
 
@@ -118,7 +118,7 @@ class HarnessTask(_Task):
 
     @property
     def label(self) -> str:
-        """The name it goes by."""
+        """Name in tables and files."""
         return self.name or ",".join(self.tasks)
 
 
@@ -148,7 +148,7 @@ _ADAPTER: TypeAdapter[Any] = TypeAdapter(Task)
 
 
 def make_task(values: dict[str, Any], where: str) -> Any:
-    """One task from its settings; a UserError says which of them is wrong."""
+    """Returns one task from its settings; a UserError names the setting that is wrong."""
     try:
         return _ADAPTER.validate_python(values)
     except ValidationError as error:
@@ -156,7 +156,7 @@ def make_task(values: dict[str, Any], where: str) -> Any:
 
 
 def read_tasks(file: Path) -> list[Any]:
-    """The tasks of an eval.yaml."""
+    """Returns the tasks of an eval.yaml."""
     try:
         values = yaml.load(file.read_text(encoding="utf-8"), _Loader)
     except (OSError, UnicodeDecodeError) as error:
@@ -174,16 +174,20 @@ def read_tasks(file: Path) -> list[Any]:
 def _explained(error: ValidationError, values: dict[str, Any], where: str) -> UserError:
     first = error.errors()[0]
     path = [str(part) for part in first["loc"] if str(part) not in KINDS]
-    field, value = ".".join([where, *path]), first["input"]
+    field = ".".join([where, *path])
+    value = first["input"]
     if "discriminator" in first["ctx"] if first.get("ctx") else False:
         return UserError(f"{where}.type", values.get("type"), "is no kind of task", f"use one of {', '.join(KINDS)}")
     if isinstance(clash := first.get("ctx", {}).get("error"), Clash):
         return UserError(f"{where}.{clash.key}", values.get(clash.key), clash.problem, clash.remedy)
-    known = list(KINDS[values["type"]].model_fields)
+    known_keys = list(KINDS[values["type"]].model_fields)
     if first["type"] == "extra_forbidden":
-        near = difflib.get_close_matches(path[-1], known, n=1)
+        close_matches = difflib.get_close_matches(path[-1], known_keys, n=1)
         return UserError(
-            field, value, "unknown key", f"did you mean {near[0]}?" if near else f"known: {', '.join(known)}"
+            field,
+            value,
+            "unknown key",
+            f"did you mean {close_matches[0]}?" if close_matches else f"known: {', '.join(known_keys)}",
         )
     if first["type"] == "missing":
         return UserError(field, None, "is required", f"add {path[-1]}: …")

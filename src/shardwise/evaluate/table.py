@@ -1,4 +1,4 @@
-"""Results as people read them: a table per task, models side by side."""
+"""Results for people: one table, models side by side."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ INCOMPARABLE = {
 
 
 def print_results(models: Sequence[str], results: dict[str, list[TaskResult]], console: Console) -> None:
-    """One table: a row per figure, a column per model that has results, with the difference to the first of all."""
+    """Prints a row per figure and a column per model that has results, with the difference from the first."""
     labels = [model for model in models if model in results]
     table = Table(box=None, padding=(0, 2, 0, 0))
     table.add_column("task", style="bold", overflow="fold")
@@ -31,13 +31,13 @@ def print_results(models: Sequence[str], results: dict[str, list[TaskResult]], c
     notes: list[str] = []
     compared = bool(labels) and labels[0] == models[0]
     for task in tasks:
-        found = [next((m for m in results[label] if m.task == task), None) for label in labels]
-        _add(table, task, found, compared)
-        for label, one in zip(labels, found, strict=True):
-            notes += [f"{task}, {label}: {note}" for note in one.notes] if one else []
-        for name, why in INCOMPARABLE.items():
-            if compared and any(_incomparable(one, found[0], name) for one in found[1:]):
-                notes.append(f"{task}: {why}")
+        task_results = [_result(results[label], task) for label in labels]
+        _add(table, task, task_results, compared)
+        for label, result in zip(labels, task_results, strict=True):
+            notes += [f"{task}, {label}: {note}" for note in result.notes] if result else []
+        for name, reason in INCOMPARABLE.items():
+            if compared and any(_incomparable(result, task_results[0], name) for result in task_results[1:]):
+                notes.append(f"{task}: {reason}")
     console.print(table, highlight=False)
     for note in notes:
         console.print(f"  {note}", highlight=False, markup=False, style="yellow")
@@ -45,17 +45,21 @@ def print_results(models: Sequence[str], results: dict[str, list[TaskResult]], c
         console.print("  in brackets: difference to the first model; * more than two standard errors", style="dim")
 
 
-def _add(table: Table, task: str, found: Sequence[TaskResult | None], compare: bool) -> None:
-    seconds = [f"{_duration(m.seconds)}" if m else "" for m in found]
-    names = list(dict.fromkeys(f.name for m in found if m for f in m.figures))
-    for place, name in enumerate(names):
-        _row(table, escape(task) if place == 0 else "", name, [_figure(m, name) for m in found], compare)
-    groups = list(dict.fromkeys(g for m in found if m for g in m.groups))
+def _add(table: Table, task: str, results: Sequence[TaskResult | None], compare: bool) -> None:
+    seconds = [f"{_duration(m.seconds)}" if m else "" for m in results]
+    names = list(dict.fromkeys(f.name for m in results if m for f in m.figures))
+    for index, name in enumerate(names):
+        _row(table, escape(task) if index == 0 else "", name, [_figure(m, name) for m in results], compare)
+    groups = list(dict.fromkeys(g for m in results if m for g in m.groups))
     for group in groups[:MOST_GROUPS]:
-        _row(table, "", f"  {group}", [m.groups.get(group) if m else None for m in found], compare)
+        _row(table, "", f"  {group}", [m.groups.get(group) if m else None for m in results], compare)
     if len(groups) > MOST_GROUPS:
         table.add_row("", f"  and {len(groups) - MOST_GROUPS} more (--json has them)")
     table.add_row("", "[dim]time[/dim]", *(f"[dim]{s}[/dim]" for s in seconds))
+
+
+def _result(results: Sequence[TaskResult], task: str) -> TaskResult | None:
+    return next((result for result in results if result.task == task), None)
 
 
 def _figure(measured: TaskResult | None, name: str) -> Figure | None:
@@ -65,37 +69,34 @@ def _figure(measured: TaskResult | None, name: str) -> Figure | None:
 def _row(table: Table, task: str, name: str, figures: Sequence[Figure | None], compare: bool) -> None:
     first = figures[0] if compare else None
     cells = [
-        shown(f) + (shown_difference(difference(f, first)) if n and f and first else "") for n, f in enumerate(figures)
+        format_figure(f) + (format_difference(difference(f, first)) if n and f and first else "")
+        for n, f in enumerate(figures)
     ]
     table.add_row(task, escape(name), *cells)
 
 
-def shown(figure: Figure | None) -> str:
-    """A figure with its standard error."""
+def format_figure(figure: Figure | None) -> str:
+    """Formats a figure with its standard error."""
     if figure is None:
         return "-"
     if math.isnan(figure.value):
         return "nothing to measure"
-    text = (
-        f"{figure.value:.0f}"
-        if figure.name in ("win", "tie", "loss")
-        and figure.error is None
-        and float(figure.value).is_integer()  # a judge's
-        else f"{figure.value:.4f}"
-    )
+    is_count = figure.name in ("win", "tie", "loss") and figure.error is None  # a judge's
+    text = f"{figure.value:.0f}" if is_count and float(figure.value).is_integer() else f"{figure.value:.4f}"
     return text + (f" ± {figure.error:.4f}" if figure.error is not None else "")
 
 
-def shown_difference(found: FigureDifference | None) -> str:
-    """A difference to the first model, in brackets."""
-    if found is None:
+def format_difference(change: FigureDifference | None) -> str:
+    """Formats a difference from the first model, in brackets."""
+    if change is None:
         return ""
-    error = f" ± {found.error:.4f}" if found.error is not None else ""
-    return f" ({found.value:+.4f}{error}){'*' if found.clear else ' '}"
+    error = f" ± {change.error:.4f}" if change.error is not None else ""
+    return f" ({change.value:+.4f}{error}){'*' if change.clear else ' '}"
 
 
-def _incomparable(one: TaskResult | None, first: TaskResult | None, name: str) -> bool:
-    two, base = _figure(one, name), _figure(first, name)
-    if two is None or base is None or math.isnan(two.value - base.value):
+def _incomparable(result: TaskResult | None, first: TaskResult | None, name: str) -> bool:
+    figure = _figure(result, name)
+    first_figure = _figure(first, name)
+    if figure is None or first_figure is None or math.isnan(figure.value - first_figure.value):
         return False
-    return difference(two, base) is None
+    return difference(figure, first_figure) is None

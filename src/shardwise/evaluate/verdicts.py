@@ -1,4 +1,4 @@
-"""What a judge is asked, and what its words come to; words that do not say it are no verdict."""
+"""Prompts for a judge, and parsing of its verdict; a text without a clear verdict is none."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _PAIR_END = "Compare the two final replies, then close with one line: Verdict: A
 
 @dataclass(frozen=True)
 class JudgedTurns:
-    """Questions of a conversation up to a turn, the answers to them, and what a right last answer is like."""
+    """Questions of a conversation up to a turn, the answers to them, and a reference for the last answer."""
 
     questions: Sequence[str]
     answers: Sequence[str]
@@ -39,28 +39,33 @@ class JudgedTurns:
 
 
 def single_prompt(exchange: JudgedTurns) -> list[dict[str, str]]:
-    """What the judge is asked about one model's answer."""
-    return _messages(_SINGLE, [_reference(exchange), _told(exchange, "Assistant"), _SINGLE_END])
+    """Returns the judge's prompt about one model's answer."""
+    return _messages(_SINGLE, [_reference(exchange), _conversation_text(exchange, "Assistant"), _SINGLE_END])
 
 
 def pair_prompt(first: JudgedTurns, second: JudgedTurns) -> list[dict[str, str]]:
-    """What the judge is asked about two; `first` is shown as A."""
-    parts = [_reference(first), _told(first, "Assistant A"), _told(second, "Assistant B"), _PAIR_END]
+    """Returns the judge's prompt about two answers; `first` is shown as A."""
+    parts = [
+        _reference(first),
+        _conversation_text(first, "Assistant A"),
+        _conversation_text(second, "Assistant B"),
+        _PAIR_END,
+    ]
     return _messages(_PAIR, parts)
 
 
 def read_rating(text: str) -> float | None:
-    """The grade, 1 to 10; None where there is none or where there are several different ones."""
-    found = {float(value) for value in _RATING.findall(text)}
-    value = found.pop() if len(found) == 1 else None
+    """Returns the grade, 1 to 10; None if there is none or several different ones."""
+    ratings = {float(value) for value in _RATING.findall(text)}
+    value = ratings.pop() if len(ratings) == 1 else None
     return value if value is not None and 1 <= value <= 10 else None
 
 
 def read_verdict(text: str) -> Verdict | None:
-    """Who is better; None where the text does not say so, or says two things."""
-    found = {word.lower() for word in _WINNER.findall(text)}
+    """Returns which answer is better; None if the text does not say so, or says two things."""
+    winners = {word.lower() for word in _WINNER.findall(text)}
     verdicts: dict[str, Verdict] = {"a": "A", "b": "B", "tie": "tie", "draw": "tie"}
-    return verdicts[found.pop()] if len(found) == 1 else None
+    return verdicts[winners.pop()] if len(winners) == 1 else None
 
 
 def _reference(exchange: JudgedTurns) -> str:
@@ -69,7 +74,7 @@ def _reference(exchange: JudgedTurns) -> str:
     return f"<reference>\nA good reply to the last question:\n{exchange.reference}\n</reference>"
 
 
-def _told(exchange: JudgedTurns, who: str) -> str:
+def _conversation_text(exchange: JudgedTurns, who: str) -> str:
     turns = zip(exchange.questions, exchange.answers, strict=True)
     lines = [f"### User\n{question}\n\n### {who}\n{answer}" for question, answer in turns]
     return f"<conversation with {who}>\n" + "\n\n".join(lines) + f"\n</conversation with {who}>"

@@ -1,1 +1,1 @@
-"""Hand-over of a trained model: GGUF files, checks against the trained one, model cards, the hub."""
+"""Export of a trained model: GGUF files, comparison with the trained model, model cards, the hub."""

@@ -1,4 +1,4 @@
-"""The model card: what the model is, what it learned from, how it was trained and how well it does."""
+"""The model card: what the model is, what it was trained on, how, and how well it does."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PIPELINES = {
 def make_card(
     facts: CardFacts, name: str, task: str, kind: str, library: str = "transformers", checked: Sequence[str] = ()
 ) -> str:
-    """The card as Markdown with a YAML head; `kind` is the type of the weights, `library` who loads them."""
+    """Returns the card as Markdown with a YAML header; `kind` is the dtype of the weights, `library` loads them."""
     method = dict(facts.settings).get("method.type", "full")
     parts = [
         _front(facts, task, library, method),
@@ -39,7 +39,7 @@ def make_card(
 
 
 def write_card(folder: Path, facts: CardFacts, card: str) -> None:
-    """README.md, and the curve that it shows."""
+    """Writes README.md and the loss curve that it shows."""
     (folder / "README.md").write_text(card, encoding="utf-8")
     if (curve := loss_svg(facts.records)) is not None:
         (folder / CURVE).write_text(curve, encoding="utf-8")
@@ -60,10 +60,10 @@ def _front(facts: CardFacts, task: str, library: str, method: str) -> str:
 
 
 def _about(facts: CardFacts, task: str, kind: str, method: str) -> str:
-    start = f"fine-tuned from {text(facts.base or facts.base_name)}" if facts.base_name else "trained from scratch"
-    way = "" if method == "full" else f" with {text(method)}"
+    origin = f"fine-tuned from {text(facts.base or facts.base_name)}" if facts.base_name else "trained from scratch"
+    method_text = "" if method == "full" else f" with {text(method)}"
     steps = f", {facts.step:,} steps" if facts.step is not None else ""
-    return f"A model for {PIPELINES[task].replace('-', ' ')}, {start}{way}{steps}; weights in {text(kind)}."
+    return f"A model for {PIPELINES[task].replace('-', ' ')}, {origin}{method_text}{steps}; weights in {text(kind)}."
 
 
 def _use(name: str, task: str, library: str) -> str:
@@ -84,25 +84,26 @@ def _use(name: str, task: str, library: str) -> str:
 
 def _data(facts: CardFacts) -> str:
     rows = [
-        (one.get("name", "?"), one.get("format", "?"), _count(one.get("rows")), _count(one.get("tokens")),
-         _percent(one.get("learned_share")), _count(one.get("left_out")), _count(one.get("held_out")))
-        for one in facts.sources
+        (source.get("name", "?"), source.get("format", "?"), _count(source.get("rows")), _count(source.get("tokens")),
+         _percent(source.get("learned_share")), _count(source.get("left_out")), _count(source.get("held_out")))
+        for source in facts.sources
     ]  # fmt: skip
     head = ("source", "format", "rows", "tokens", "learned", "rows left out", "held out")
     fates = [
-        f"- {text(one.get('name', '?'))}: " + ", ".join(f"{_count(n)} {text(fate)}" for fate, n in one["fates"].items())
-        for one in facts.sources
-        if isinstance(one.get("fates"), dict) and one["fates"]
+        f"- {text(source.get('name', '?'))}: "
+        + ", ".join(f"{_count(n)} {text(fate)}" for fate, n in source["fates"].items())
+        for source in facts.sources
+        if isinstance(source.get("fates"), dict) and source["fates"]
     ]
-    why = "What became of rows that did not go in as they are:\n\n" + "\n".join(fates) if fates else ""
-    return "\n\n".join(part for part in (table(head, rows), why) if part)
+    fates_text = "What became of rows that did not go in as they are:\n\n" + "\n".join(fates) if fates else ""
+    return "\n\n".join(part for part in (table(head, rows), fates_text) if part)
 
 
 def _training(facts: CardFacts) -> str:
-    last = {kind: [r for r in facts.records if r.get("kind") == kind][-1:] for kind in ("train", "eval")}
     rows = []
     for kind, label in (("train", "training"), ("eval", "held out")):
-        for record in last[kind]:
+        records = [record for record in facts.records if record.get("kind") == kind]
+        for record in records[-1:]:
             rows.append((f"{label}, all", _loss(record.get("loss"))))
             sources = record.get("losses")
             rows += [(f"{label}, {n}", _loss(v)) for n, v in sources.items()] if isinstance(sources, dict) else []
@@ -117,15 +118,16 @@ def _training(facts: CardFacts) -> str:
 
 
 def _evaluation(facts: CardFacts) -> str:
-    """Results as they come: whatever is a name, a metric or a number."""
-    keys = [k for k in dict.fromkeys(k for one in facts.results for k in one) if _shown(facts.results, k)]
-    rows = [[_cell(one.get(key, "")) for key in keys] for one in facts.results]
+    """Results as they are: whatever is a name, a metric or a number."""
+    names = dict.fromkeys(name for result in facts.results for name in result)
+    keys = [name for name in names if _shown(facts.results, name)]
+    rows = [[_cell(result.get(key, "")) for key in keys] for result in facts.results]
     return table(keys and [text(key) for key in keys], rows) if keys else ""
 
 
 def _shown(results: list[dict[str, Any]], key: str) -> bool:
     private = "path" in key or "file" in key
-    return not private and any(isinstance(one.get(key), (str, int, float)) for one in results)
+    return not private and any(isinstance(result.get(key), (str, int, float)) for result in results)
 
 
 def _cell(value: object) -> str:
@@ -153,33 +155,37 @@ def _environment() -> str:
 
 
 def loss_svg(records: list[dict[str, Any]], width: int = 640, height: int = 240) -> str | None:
-    """The losses by step as a small picture; None where there are none."""
-    lines = {
-        kind: [(int(r["step"]), float(r["loss"])) for r in records if r.get("kind") == kind and _finite(r.get("loss"))]
-        for kind in ("train", "eval")
-    }
+    """Returns the losses by step as a small SVG; None if there are none."""
+    lines: dict[str, list[tuple[int, float]]] = {"train": [], "eval": []}
+    for record in records:
+        if record.get("kind") in lines and _finite(record.get("loss")):
+            lines[record["kind"]].append((int(record["step"]), float(record["loss"])))
     points = [p for line in lines.values() for p in line]
     if len(points) < 2:
         return None
-    steps, losses = [s for s, _ in points], [v for _, v in points]
-    low, high, first, last = min(losses), max(losses), min(steps), max(steps)
+    steps = [s for s, _ in points]
+    losses = [v for _, v in points]
+    low = min(losses)
+    high = max(losses)
+    first = min(steps)
+    last = max(steps)
 
-    def place(step: int, value: float) -> str:
+    def point(step: int, value: float) -> str:
         x = 50 + (step - first) / max(1, last - first) * (width - 60)
         return f"{x:.1f},{height - 30 - (value - low) / ((high - low) or 1.0) * (height - 50):.1f}"
 
-    drawn = []
+    curves = []
     for kind, colour in (("train", "#4477aa"), ("eval", "#cc6633")):
         line = lines[kind][:: max(1, len(lines[kind]) // 500)] + lines[kind][-1:]
-        path = " ".join(place(*p) for p in line)
-        drawn.append(f'<polyline fill="none" stroke="{colour}" stroke-width="1.5" points="{path}"/>')
+        path = " ".join(point(*p) for p in line)
+        curves.append(f'<polyline fill="none" stroke="{colour}" stroke-width="1.5" points="{path}"/>')
     labels = [(4, 24, f"{high:.3g}"), (4, height - 30, f"{low:.3g}"), (50, height - 8, f"step {first:,}"),
               (width - 90, height - 8, f"step {last:,}")]  # fmt: skip
-    words = "".join(f'<text x="{x}" y="{y}">{escape(label)}</text>' for x, y, label in labels)
+    labels_svg = "".join(f'<text x="{x}" y="{y}">{escape(label)}</text>' for x, y, label in labels)
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" '
         f'font-size="12"><title>Loss by step: training and held out</title>'
-        f'<rect width="{width}" height="{height}" fill="white"/>{"".join(drawn)}{words}</svg>'
+        f'<rect width="{width}" height="{height}" fill="white"/>{"".join(curves)}{labels_svg}</svg>'
     )
 
 

@@ -1,7 +1,7 @@
 """Compares an exported model with the trained one: each parameter, and the logits of a few real token sequences.
 
-The parameters tell exactly whether a file is what it should be: rounding moves none further than its type allows. The
-logits tell what that does to the answers, and find what the parameters cannot: a setting that was lost on the way.
+The parameters tell exactly whether a file is what it should be: rounding moves none further than its dtype allows. The
+logits tell what that does to the output, and find what the parameters cannot: a setting that was lost on the way.
 Everything is computed in fp32 on the CPU, both models side by side.
 """
 
@@ -42,9 +42,9 @@ TEXTS = (
 
 @dataclass(frozen=True)
 class Bound:
-    """How far rounding to a type may move things.
+    """How far rounding to a dtype may move things.
 
-    `tensor`: a parameter's largest difference over its largest value; follows from the type. `logits`: their rms
+    `tensor`: a parameter's largest difference over its largest value; follows from the dtype. `logits`: their rms
     difference over their spread, through all layers; a wrong model has 1 and more.
     """
 
@@ -73,7 +73,7 @@ class Mismatch(RunFailed):
 
 @dataclass(frozen=True)
 class Comparison:
-    """The outcome: logits over all positions, and the parameter that moved furthest against what its type allows."""
+    """Result of a comparison: logits over all positions, and the parameter that moved furthest beyond its dtype."""
 
     kind: str
     largest: float
@@ -87,12 +87,12 @@ class Comparison:
 
     @property
     def line(self) -> str:
-        """For the terminal."""
+        """One line for the terminal."""
         return f"checked against the trained model ({self.kind}, {self.tokens} tokens): {self.figures}"
 
     @property
     def figures(self) -> str:
-        """How far apart the two are."""
+        """How much the two differ."""
         bound = BOUNDS[self.kind]
         parameters = (
             f"; parameters differ by at most {self.moved:.2g} of their largest value (bound {bound.tensor:.2g})"
@@ -106,7 +106,7 @@ class Comparison:
 
     @property
     def problem(self) -> str | None:
-        """What is wrong, if something is."""
+        """What is wrong; None if nothing is."""
         bound = BOUNDS[self.kind]
         if self.setting is not None:
             return self.setting
@@ -124,39 +124,40 @@ class Comparison:
 
 
 def too_large(parameters: int, copies: float) -> str | None:
-    """Why a check is not made, if memory is short: both models in fp32, and what reading takes."""
-    needed, free = int(4 * parameters * copies), free_memory()
+    """Returns why a check is skipped if memory is short: it needs both models in fp32, and buffers for reading."""
+    needed = int(4 * parameters * copies)
+    free = free_memory()
     if needed <= 0.8 * free:
         return None
     return f"not checked: comparing takes {needed / 2**30:.1f} GiB, {free / 2**30:.1f} GiB are free"
 
 
 def sample_ids(tokenizer: Any, vocabulary: int, samples: Sequence[Sequence[int]] = ()) -> list[torch.Tensor]:
-    """Token sequences to compare on: the run's own if at hand, else from text through the tokenizer."""
-    known = [list(one) for one in samples] or [tokenizer(text)["input_ids"] for text in TEXTS]
-    return [torch.tensor([[i % vocabulary for i in ids[:LENGTH]]]) for ids in known[:SEQUENCES] if len(ids) > 1]
+    """Returns token sequences to compare on: the run's own if available, else from text through the tokenizer."""
+    sequences = [list(sequence) for sequence in samples] or [tokenizer(text)["input_ids"] for text in TEXTS]
+    return [torch.tensor([[i % vocabulary for i in ids[:LENGTH]]]) for ids in sequences[:SEQUENCES] if len(ids) > 1]
 
 
 def load_folder(folder: Path, field: str = "model", trust: bool = False, extra: Container[str] | None = ()) -> Any:
-    """A Hugging Face folder in fp32, as its readers load it: nothing is supplied but the type to compute in.
+    """Loads a Hugging Face folder in fp32 as its users do: nothing is supplied but the dtype to compute in.
 
-    Raises UserError where transformers misses a tensor, or finds one that it has no place for and that is not `extra`:
-    one that the model's source had too (None: it is not known what that had).
+    Raises UserError if transformers misses a tensor, or finds one that it has no place for and that is not in `extra`,
+    those the model's source had too (None: not known).
     """
     config = load_config(folder, str(folder), trust)
     with quiet():
         model, report = auto_class(task_of(config)).from_pretrained(
             folder, dtype=torch.float32, output_loading_info=True, trust_remote_code=trust
         )
-    found = link(model, tensor_files(folder)).extra
-    known = {key for name, key in found.items() if extra is None or name in extra}
-    for what, wrong in (
+    unplaced = link(model, tensor_files(folder)).extra
+    allowed = {key for name, key in unplaced.items() if extra is None or name in extra}
+    for problem_kind, names in (
         ("lacks", sorted(report["missing_keys"])),
-        ("has in another shape", sorted(str(one[0]) for one in report["mismatched_keys"])),
-        ("has, without a place for them in the model,", sorted(set(report["unexpected_keys"]) - known)),
+        ("has in another shape", sorted(str(entry[0]) for entry in report["mismatched_keys"])),
+        ("has, without a place for them in the model,", sorted(set(report["unexpected_keys"]) - allowed)),
     ):
-        if wrong:
-            problem = f"{what} {len(wrong)} tensors, {wrong[0]} among them"
+        if names:
+            problem = f"{problem_kind} {len(names)} tensors, {names[0]} among them"
             raise UserError(field, str(folder), problem, "export it again")
     return model.eval()
 
@@ -164,11 +165,11 @@ def load_folder(folder: Path, field: str = "model", trust: bool = False, extra: 
 @torch.no_grad()
 def compare(reference: Any, exported: Any, ids: Sequence[torch.Tensor], kind: str) -> Comparison:
     """Compares an exported model with the trained one: parameters and logits."""
-    moved, name = _parameters(reference, exported)
+    furthest, name = _parameters(reference, exported)
     setting = _rotary(reference, exported)
-    _define(exported)
+    _use_eager_attention(exported)
     logits = compare_logits(reference, partial(_logits, exported), ids, kind)
-    return replace(logits, parameter=name, moved=moved, setting=setting)
+    return replace(logits, parameter=name, moved=furthest, setting=setting)
 
 
 @torch.no_grad()
@@ -176,38 +177,42 @@ def compare_logits(
     reference: Any, exported: Callable[[torch.Tensor], torch.Tensor], ids: Sequence[torch.Tensor], kind: str
 ) -> Comparison:
     """Compares the logits that another reader computes with the trained model's."""
-    _define(reference)
+    _use_eager_attention(reference)
     largest = total = count = squares = 0.0
-    spread, same, tokens = [], 0, 0
-    for one in ids:
-        wanted, got = _logits(reference, one), exported(one)
-        wanted, got = wanted[..., : got.shape[-1]], got[..., : wanted.shape[-1]]
-        apart = (wanted - got).abs()
-        largest = max(largest, float(apart.max().nan_to_num(float("inf"))))
-        total, count = total + float(apart.sum()), count + apart.numel()
-        squares += float(apart.double().pow(2).sum())
-        spread.append(float(wanted.std()))
-        rows = wanted.reshape(-1, wanted.shape[-1]).argmax(-1)
-        same += int((rows == got.reshape(-1, got.shape[-1]).argmax(-1)).sum())
+    spread = []
+    same_top = 0
+    tokens = 0
+    for sequence in ids:
+        expected = _logits(reference, sequence)
+        actual = exported(sequence)
+        expected, actual = expected[..., : actual.shape[-1]], actual[..., : expected.shape[-1]]
+        difference = (expected - actual).abs()
+        largest = max(largest, float(difference.max().nan_to_num(float("inf"))))
+        total = total + float(difference.sum())
+        count = count + difference.numel()
+        squares += float(difference.double().pow(2).sum())
+        spread.append(float(expected.std()))
+        rows = expected.reshape(-1, expected.shape[-1]).argmax(-1)
+        same_top += int((rows == actual.reshape(-1, actual.shape[-1]).argmax(-1)).sum())
         tokens += len(rows)
     width = max(sum(spread) / max(1, len(spread)), 1e-30)
     relative = (squares / max(1.0, count)) ** 0.5 / width
-    return Comparison(kind, largest, total / max(1.0, count), relative, same / max(1, tokens), tokens)
+    return Comparison(kind, largest, total / max(1.0, count), relative, same_top / max(1, tokens), tokens)
 
 
 def _rotary(reference: Any, exported: Any) -> str | None:
-    """Whether rotary frequencies differ: what scales them for long contexts hardly shows in a few tokens."""
-    found = dict(exported.named_buffers())
-    for name, wanted in reference.named_buffers():
+    """Whether rotary frequencies differ: scaling for long contexts hardly shows in a few tokens."""
+    buffers = dict(exported.named_buffers())
+    for name, expected in reference.named_buffers():
         if name.endswith("inv_freq"):
-            got = found.get(name)
-            if got is None or got.shape != wanted.shape or not torch.allclose(got, wanted, rtol=1e-4):
+            actual = buffers.get(name)
+            if actual is None or actual.shape != expected.shape or not torch.allclose(actual, expected, rtol=1e-4):
                 return f"its rotary frequencies are not the trained model's ({name})"
     return None
 
 
-def _define(model: Any) -> None:
-    """Attention as the model's own code defines it: faster ways drop the caps of some models (Gemma 2), both alike."""
+def _use_eager_attention(model: Any) -> None:
+    """Uses eager attention, which defines the model: faster kernels drop the softcaps of some models (Gemma 2)."""
     if attention_of(model.config) != "eager":
         with quiet():
             model.set_attn_implementation("eager")
@@ -219,17 +224,20 @@ def _logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
 
 
 def _parameters(reference: Any, exported: Any) -> tuple[float, str]:
-    """The furthest that a parameter moved, over its largest value, and its name; an adapter's own, if both wear one."""
-    found, worst = dict(exported.named_parameters(remove_duplicate=False)), (0.0, "")
+    """Largest difference of a parameter over its largest value, and its name; of the adapter's, if both have one."""
+    exported_parameters = dict(exported.named_parameters(remove_duplicate=False))
+    worst = (0.0, "")
     adapted = any(True for _ in adapter_layers(exported))
-    for name, wanted in reference.named_parameters() if adapted else worn_parameters(reference):
-        got = found.get(name)
-        if got is None or got.shape != wanted.shape:
+    for name, expected in reference.named_parameters() if adapted else worn_parameters(reference):
+        actual = exported_parameters.get(name)
+        if actual is None or actual.shape != expected.shape:
             return float("inf"), name
-        apart = float((wanted.float() - got.float()).abs().max()) - SMALL
-        if not apart <= 0:
-            worst = max(worst, (apart / max(float(wanted.abs().max()), 1e-30), name), key=lambda one: one[0])
-            if apart != apart:
+        difference = float((expected.float() - actual.float()).abs().max()) - SMALL
+        if not difference <= 0:
+            worst = max(
+                worst, (difference / max(float(expected.abs().max()), 1e-30), name), key=lambda candidate: candidate[0]
+            )
+            if difference != difference:
                 return float("inf"), name
     return worst
 
@@ -237,7 +245,7 @@ def _parameters(reference: Any, exported: Any) -> tuple[float, str]:
 def check_export(
     reference: Callable[[], Any], exported: Callable[[], Any], ids: Sequence[torch.Tensor], kind: str, target: Path
 ) -> str:
-    """Compares and gives the line to print; raises Mismatch where they are not the same model."""
+    """Compares and returns the line to print; raises Mismatch if they are not the same model."""
     outcome = compare(reference(), exported(), ids, kind)
     if outcome.problem is not None:
         raise Mismatch(f"{target}: the exported model is not the trained one: {outcome.problem}")
@@ -245,30 +253,30 @@ def check_export(
 
 
 def check_peft(reference: Callable[[], Any], folder: Path, ids: Sequence[torch.Tensor], kind: str, target: Path) -> str:
-    """An adapter's folder as PEFT loads it, onto the base that the folder names; raises Mismatch, gives a line.
+    """Loads an adapter's folder with PEFT onto the base that the folder names, and returns a line.
 
-    Where PEFT is not installed, says that it was not tried.
+    Raises Mismatch if it differs. If PEFT is not installed, the line says that it was not tried.
     """
     if find_spec("peft") is None:
         return "PEFT is not installed here: whether it reads the folder was not tried"
     from peft import PeftConfig, PeftModel, get_peft_model_state_dict
     from safetensors.torch import load_file
 
-    found = PeftConfig.from_pretrained(str(folder))
+    config = PeftConfig.from_pretrained(str(folder))
     trained = reference()
     with quiet(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         # The class that was trained: a config may name that of another head.
         base = type(trained).from_pretrained(
-            found.base_model_name_or_path, revision=found.revision, dtype=torch.float32, config=trained.config,
+            config.base_model_name_or_path, revision=config.revision, dtype=torch.float32, config=trained.config,
             trust_remote_code=False,
         )  # fmt: skip
         model = PeftModel.from_pretrained(base, str(folder)).eval()
-        held = get_peft_model_state_dict(model)
+        loaded = get_peft_model_state_dict(model)
     stored = load_file(folder / WEIGHTS)
     for name, tensor in stored.items():
-        got = held.get(name)
-        if got is None or not torch.equal(got.to(tensor.dtype).cpu(), tensor):
+        actual = loaded.get(name)
+        if actual is None or not torch.equal(actual.to(tensor.dtype).cpu(), tensor):
             raise Mismatch(f"{target}: PEFT does not load {name} as the folder has it")
     outcome = compare_logits(trained, partial(_logits, model), ids, kind)
     if outcome.problem is not None:
@@ -277,23 +285,23 @@ def check_peft(reference: Callable[[], Any], folder: Path, ids: Sequence[torch.T
 
 
 def check_tensors(folder: Path, origin: Origin | None, allow_missing: bool = False) -> str | None:
-    """Compares the tensors of a folder with those of the source: their names, and those left alone; raises Mismatch.
+    """Compares the tensors of a folder with those of the source: their names, and the untrained ones.
 
-    `allow_missing`: those that training did not touch may be missing.
+    Raises Mismatch. With `allow_missing`, tensors that were not trained may be missing.
     """
     if origin is None or not origin.tensors:
         return None
-    found = stored_tensors(folder)
-    lost = origin.tensors.keys() - found.keys()
-    if wrong := sorted(lost - origin.untouched.keys() if allow_missing else lost):
-        raise Mismatch(f"{folder}: the export lacks {counted(wrong, 'tensor')} of the source")
+    tensors = stored_tensors(folder)
+    missing = origin.tensors.keys() - tensors.keys()
+    if unexpected := sorted(missing - origin.untouched.keys() if allow_missing else missing):
+        raise Mismatch(f"{folder}: the export lacks {counted(unexpected, 'tensor')} of the source")
     for name, digest in origin.untouched.items():
-        if name in lost:
+        if name in missing:
             continue
-        if sample_digest(read_stored(name, found[name])) != digest:
+        if sample_digest(read_stored(name, tensors[name])) != digest:
             raise Mismatch(f"{folder}: {name}, which training did not touch, is not as the source has it")
     count = len(origin.tensors)
-    return f"{count - len(lost)} of the source's {count} tensors are there"
+    return f"{count - len(missing)} of the source's {count} tensors are there"
 
 
 # What a run may change about a model's config: its type, its head, and ids that the source does not have.
@@ -301,22 +309,27 @@ CHANGES = {"dtype", "torch_dtype", "architectures", "quantization_config", "pad_
            "id2label", "label2id"}  # fmt: skip
 
 
-def check_config(folder: Path, wanted: dict[str, Any], free: Container[str] = CHANGES) -> None:
-    """Raises Mismatch where a folder's config is not `wanted`: nothing that was set for training alone is handed on."""
-    got = json.loads((folder / "config.json").read_text())
-    for key in {**wanted, **got}:
-        one, other = wanted.get(key), got.get(key)
-        if isinstance(one, dict) and isinstance(other, dict):  # parts of a model have types of their own
-            one, other = ({k: v for k, v in part.items() if k not in free} for part in (one, other))
-        if key not in free and one != other:
-            raise Mismatch(f"{folder}: its config says {key}: {other!r}, but the model came with {one!r}")
+def check_config(folder: Path, expected: dict[str, Any], free: Container[str] = CHANGES) -> None:
+    """Raises Mismatch if a folder's config is not `expected`: no training-only setting may be exported."""
+    actual = json.loads((folder / "config.json").read_text())
+    for key in {**expected, **actual}:
+        expected_value = expected.get(key)
+        actual_value = actual.get(key)
+        # Parts of a model have dtypes of their own.
+        if isinstance(expected_value, dict) and isinstance(actual_value, dict):
+            expected_value = {k: v for k, v in expected_value.items() if k not in free}
+            actual_value = {k: v for k, v in actual_value.items() if k not in free}
+        if key not in free and expected_value != actual_value:
+            raise Mismatch(
+                f"{folder}: its config says {key}: {actual_value!r}, but the model came with {expected_value!r}"
+            )
 
 
 def compare_tokens(tokenizer: Any, file: Path, words: Any) -> str:
-    """Reads the vocabulary back from a GGUF file, and says whether transformers makes the same tokens with it.
+    """Reads the vocabulary back from a GGUF file, and reports whether transformers tokenises the same with it.
 
-    Raises Mismatch where the file holds other words. That transformers cuts text its own way, whatever the file says,
-    is no fault of the file: llama.cpp goes by the name of the cut.
+    Raises Mismatch if the file has other tokens. That transformers splits text its own way, whatever the file says, is
+    no fault of the file: llama.cpp goes by the name of the pre-tokenizer.
     """
     from gguf import GGUFReader
     from transformers import AutoTokenizer
@@ -324,16 +337,16 @@ def compare_tokens(tokenizer: Any, file: Path, words: Any) -> str:
     stored = GGUFReader(file).fields["tokenizer.ggml.tokens"].contents()
     if stored != words.tokens:
         raise Mismatch(f"{file}: the vocabulary in the file is not the model's")
-    said = f"vocabulary: {len(stored)} words, cut as llama.cpp's {words.pre!r}"
+    summary = f"vocabulary: {len(stored)} words, cut as llama.cpp's {words.pre!r}"
     try:
         with quiet(), contextlib.redirect_stderr(io.StringIO()):
-            back = AutoTokenizer.from_pretrained(str(file.parent), gguf_file=file.name, trust_remote_code=False)
-            differing = [text for text in TEXTS if _tokens(tokenizer, text) != _tokens(back, text)]
+            reloaded = AutoTokenizer.from_pretrained(str(file.parent), gguf_file=file.name, trust_remote_code=False)
+            differing = [text for text in TEXTS if _tokens(tokenizer, text) != _tokens(reloaded, text)]
     except Exception as error:  # transformers' readers of tokenizers have exceptions of their own
-        return f"{said}; transformers cannot read the tokenizer from the file ({first_line(error)})"
+        return f"{summary}; transformers cannot read the tokenizer from the file ({first_line(error)})"
     if differing:
-        return f"{said}; transformers makes other tokens of it: use the original tokenizer there"
-    return f"{said}; the same tokens when transformers reads it back"
+        return f"{summary}; transformers makes other tokens of it: use the original tokenizer there"
+    return f"{summary}; the same tokens when transformers reads it back"
 
 
 def _tokens(tokenizer: Any, text: str) -> list[int]:

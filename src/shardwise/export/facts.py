@@ -1,7 +1,7 @@
-"""What a card tells of a run, gathered from the files that the run left; nothing private leaves with it.
+"""What a model card says about a run, gathered from the files that the run left; nothing private is included.
 
-Of paths only the last part is told: where things lay on somebody's disk is nobody's business. Settings that could hold
-a secret are left out by name.
+Of paths only the last part is shown: where things lay on somebody's disk is nobody's business. Settings that could hold
+a secret are dropped by name.
 """
 
 from __future__ import annotations
@@ -55,48 +55,51 @@ class CardFacts:
 
 
 def write_data(job: ResolvedRun) -> None:
-    """Notes the bill of the run's sources, and a few token sequences to compare exports on."""
+    """Writes the statistics of the run's sources, and a few token sequences to compare exports on."""
     from shardwise.data.mixing import source_names
 
-    sources, samples = [], []
-    names = source_names([one.spec.source for one in job.data.train])
-    for name, one in zip(names, job.data.train, strict=True):
-        if one.facts is None:
+    sources = []
+    samples = []
+    names = source_names([source.spec.source for source in job.data.train])
+    for name, source in zip(names, job.data.train, strict=True):
+        if source.facts is None:
             continue  # a run that ended before its data were read
-        held = one.facts.get("held_out", 0)
-        sources.append(SourceStatistics.from_facts(one.spec.source, name, one.facts, held_out=held).to_json())
-        first = len(one.store.table(0)) if one.store.has(0) else 0
-        samples += [one.store.document(0, i)[0][:LENGTH].tolist() for i in range(min(first, SAMPLES))]
-    spread = samples[:: max(1, len(samples) // SAMPLES)][:SAMPLES]
-    (job.output / DATA).write_text(json.dumps({"train": sources, "samples": spread}))
+        held_out = source.facts.get("held_out", 0)
+        sources.append(SourceStatistics.from_facts(source.spec.source, name, source.facts, held_out=held_out).to_json())
+        document_count = len(source.store.table(0)) if source.store.has(0) else 0
+        samples += [source.store.document(0, i)[0][:LENGTH].tolist() for i in range(min(document_count, SAMPLES))]
+    chosen = samples[:: max(1, len(samples) // SAMPLES)][:SAMPLES]
+    (job.output / DATA).write_text(json.dumps({"train": sources, "samples": chosen}))
 
 
 def read_samples(output: Path | None) -> list[list[int]]:
-    """The token sequences that a run left for comparing; none where it left none."""
-    found = _read(output / DATA if output else None).get("samples")
-    return [[int(i) for i in one] for one in found] if isinstance(found, list) else []
+    """Returns the token sequences that a run left for comparisons; empty if there are none."""
+    stored = _read(output / DATA if output else None).get("samples")
+    return [[int(i) for i in sequence] for sequence in stored] if isinstance(stored, list) else []
 
 
 def output_of(checkpoint: Path) -> Path | None:
-    """The output folder that a checkpoint lies in."""
+    """Returns the output folder that a checkpoint lies in."""
     output = checkpoint.absolute().parent.parent
     return output if (output / "metrics.jsonl").is_file() else None
 
 
 def gather(run: dict[str, Any], output: Path | None, step: int | None = None) -> CardFacts:
-    """Everything that is known of a run, up to a step."""
+    """Returns everything known about a run, up to a step."""
     base, name, license_ = _base(run)
-    known = _read(output / DATA if output else None)
+    data = _read(output / DATA if output else None)
     metrics = read_metrics(output / "metrics.jsonl") if output and (output / "metrics.jsonl").is_file() else []
     records = [r for r in metrics if step is None or r.get("step", 0) <= step]
     results = _read(output / "eval" / "results.json" if output else None).get("results")
-    sources = known.get("train")
-    seen = [r["tokens"] for r in records if r.get("kind") == "train" and isinstance(r.get("tokens"), (int, float))]
+    sources = data.get("train")
+    tokens_per_record = [
+        r["tokens"] for r in records if r.get("kind") == "train" and isinstance(r.get("tokens"), (int, float))
+    ]
     return CardFacts(
-        base, name, license_, _datasets(run), _settings(run), step, int(sum(seen)) or None,
-        [one for one in sources if isinstance(one, dict)] if isinstance(sources, list) else [],
+        base, name, license_, _datasets(run), _settings(run), step, int(sum(tokens_per_record)) or None,
+        [entry for entry in sources if isinstance(entry, dict)] if isinstance(sources, list) else [],
         records,
-        [one for one in results if isinstance(one, dict)] if isinstance(results, list) else [],
+        [entry for entry in results if isinstance(entry, dict)] if isinstance(results, list) else [],
     )  # fmt: skip
 
 
@@ -120,7 +123,7 @@ def _base(run: dict[str, Any]) -> tuple[str | None, str | None, str | None]:
 
 
 def _license(folder: Path, repo: str | None) -> str | None:
-    """What the base model's own card states."""
+    """The license that the base model's own card states."""
     import yaml
 
     from shardwise.core.bounded_yaml import read_yaml
@@ -140,12 +143,12 @@ def _license(folder: Path, repo: str | None) -> str | None:
 
 
 def _datasets(run: dict[str, Any]) -> list[str]:
-    paths = [str(one.get("path", "")) for one in (run.get("data") or {}).get("train") or []]
+    paths = [str(source.get("path", "")) for source in (run.get("data") or {}).get("train") or []]
     return sorted({p.removeprefix("hf:") for p in paths if p.startswith("hf:") and HUB_ID.fullmatch(p[3:])})
 
 
 def last_part(value: str) -> str:
-    """A path without the folders before it."""
+    """Returns a path without its folders."""
     return re.split(r"[\\/]", value.rstrip("\\/"))[-1]
 
 
@@ -155,27 +158,27 @@ def _public(key: str, value: Any) -> str:
         keep = hub and not Path(value).expanduser().exists()
         return value if keep or not re.search(r"[\\/]", value) else last_part(value)
     if isinstance(value, list):
-        return ", ".join(_public(key, one) for one in value)
+        return ", ".join(_public(key, item) for item in value)
     return json.dumps(value, ensure_ascii=False)
 
 
 def _settings(run: dict[str, Any]) -> list[tuple[str, str]]:
-    """What the run set other than the defaults, what `auto` became included.
+    """Settings that differ from the defaults, including what `auto` resolved to.
 
-    A method and an objective are told by their type; their settings are held against the defaults of that type.
+    A method and an objective are shown by their type; their settings are compared with the defaults of that type.
     """
     from shardwise.config.methods import METHODS
     from shardwise.config.objectives import OBJECTIVES
     from shardwise.config.paths import flatten
     from shardwise.config.schema import Run
 
-    plain = Run.model_validate({"model": {"name": "m"}, "data": {"train": "d"}}).model_dump(mode="json")
+    default_run = Run.model_validate({"model": {"name": "m"}, "data": {"train": "d"}}).model_dump(mode="json")
     alternatives: dict[str, dict[str, Any]] = {"method": METHODS, "objective": OBJECTIVES}
     for section, kinds in alternatives.items():
         kind = run[section].get("type") if isinstance(run.get(section), dict) else None
         if kind in kinds:
-            plain[section] = kinds[kind].model_construct().model_dump(mode="json")
-    defaults = dict(flatten(plain)) | {"model.name": None, "method.type": "full", "objective.type": None}
+            default_run[section] = kinds[kind].model_construct().model_dump(mode="json")
+    defaults = dict(flatten(default_run)) | {"model.name": None, "method.type": "full", "objective.type": None}
     return [
         (key, _public(key, value))
         for key, value in flatten(run)

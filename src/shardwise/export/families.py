@@ -1,7 +1,7 @@
-"""Which models can become GGUF files, and what llama.cpp's side of each architecture takes for granted.
+"""Which models can become GGUF files, and what llama.cpp assumes about each architecture.
 
-One row per `model_type`: gguf's name of the architecture, its settings, how its tensors are laid out there, what a
-config must say because llama.cpp has it built in. What its loader asks of a file is in nn/models/gguf_rules.py.
+One row per `model_type`: gguf's name of the architecture, its settings, the layout of its tensors, and what a config
+must say because llama.cpp has it built in. What its loader requires of a file is in nn/models/gguf_rules.py.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ class Family:
     twice: Mapping[str, str] = field(default_factory=dict)  # shared tensors that the file must have under two names
 
     def problem(self, config: Any) -> str | None:
-        """Why a model of this family cannot be written, if it cannot."""
+        """Returns why a model of this family cannot be written; None if it can."""
         for key, values in self.demands.items():
             if (value := getattr(config, key, values[0])) not in values:
-                wanted = " or ".join(map(repr, values))
-                return f"its {key} is {value!r}, but {self.arch} files mean {wanted}"
+                accepted = " or ".join(map(repr, values))
+                return f"its {key} is {value!r}, but {self.arch} files mean {accepted}"
         return self.check(config)
 
     def stored(self, name: str, tensor: torch.Tensor, config: Any) -> torch.Tensor:
-        """A tensor as the file has it."""
+        """Returns a tensor as the file stores it."""
         for pattern, layout in self.layouts.items():
             if fnmatchcase(name, pattern):
                 tensor = layout(tensor, config)
@@ -56,7 +56,7 @@ WINDOWLESS = ("mistral", "starcoder2", "phi3")  # models with a sliding window, 
 
 
 def _decoder(config: Any, eps: str = "rms_norm_eps") -> Settings:
-    """What nearly all decoders have."""
+    """Settings that nearly all decoders have."""
     kind = "layer_norm_rms_epsilon" if eps == "rms_norm_eps" else "layer_norm_epsilon"
     return {
         "context_length": _context(config),
@@ -71,7 +71,7 @@ def _decoder(config: Any, eps: str = "rms_norm_eps") -> Settings:
 
 
 def _context(config: Any) -> int:
-    """The longest context; where llama.cpp knows no sliding window for the family, as far as the window reaches."""
+    """Maximum context; the sliding window's length where llama.cpp does not support it for the family."""
     longest = int(config.max_position_embeddings)
     window = getattr(config, "sliding_window", None)
     return min(longest, int(window)) if window and config.model_type in WINDOWLESS else longest
@@ -213,7 +213,7 @@ def _t5(config: Any) -> Settings:
 
 
 def _paired(heads: str) -> Layout:
-    """Rotary halves of a head side by side, as llama.cpp turns them for this architecture."""
+    """Interleaves the rotary halves of a head, as llama.cpp rotates them for this architecture."""
 
     def layout(tensor: torch.Tensor, config: Any) -> torch.Tensor:
         count = getattr(config, heads)
@@ -224,7 +224,7 @@ def _paired(heads: str) -> Layout:
 
 
 def _one_after_another(tensor: torch.Tensor, config: Any) -> torch.Tensor:
-    """Bloom's q, k, v of head after head as all of q, all of k, all of v."""
+    """Bloom's q, k, v per head as all of q, all of k, all of v."""
     heads = tensor.reshape(config.n_head, 3, tensor.shape[0] // config.n_head // 3, *tensor.shape[1:])
     return heads.transpose(0, 1).reshape(tensor.shape)
 
@@ -256,17 +256,17 @@ def _no_window(config: Any) -> str | None:
 
 
 def _gemma_pattern(period: int, largest: int) -> Callable[[Any], str | None]:
-    """llama.cpp has built in which layers look back without limit, and the scale of attention by the model's depth."""
+    """llama.cpp has built in which layers use full attention, and the attention scale by the model's depth."""
 
     def check(config: Any) -> str | None:
         if config.model_type == "gemma2" and not (config.attn_logit_softcapping and config.final_logit_softcapping):
             return "it has no caps on its logits, which are built in"
         layers = range(1, config.num_hidden_layers + 1)
-        wanted = ["full_attention" if n % period == 0 else "sliding_attention" for n in layers]
-        if list(config.layer_types) != wanted:
+        expected = ["full_attention" if n % period == 0 else "sliding_attention" for n in layers]
+        if list(config.layer_types) != expected:
             return f"its layer_types are not {period - 1} sliding layers to each full one"
-        big = config.num_hidden_layers == largest
-        scale = config.hidden_size / config.num_attention_heads if big else config.head_dim
+        is_largest = config.num_hidden_layers == largest
+        scale = config.hidden_size / config.num_attention_heads if is_largest else config.head_dim
         if abs(config.query_pre_attn_scalar - scale) > 1e-6:
             return f"its query_pre_attn_scalar is {config.query_pre_attn_scalar}, but {scale:g} is built in"
         return None
@@ -326,13 +326,15 @@ FAMILIES: dict[str, Family] = {
 
 
 def family_of(config: Any, field_name: str, unreadable: bool = False) -> Family:
-    """The row of a model; raises UserError, naming it, where it has none, or (unless `unreadable` files are asked for)
-    where it is not as llama.cpp expects."""
+    """Returns the family of a model.
+
+    Raises UserError if it has none or, unless `unreadable` files are wanted, if llama.cpp expects something else.
+    """
     kind = config.model_type
     family = FAMILIES.get(kind)
     if family is None:
-        known = ", ".join(sorted(FAMILIES))
-        raise UserError(field_name, kind, "there is no GGUF export for this architecture", f"these can: {known}")
+        supported = ", ".join(sorted(FAMILIES))
+        raise UserError(field_name, kind, "there is no GGUF export for this architecture", f"these can: {supported}")
     if not unreadable and (problem := family.problem(config)) is not None:
         raise UserError(field_name, kind, f"{problem}; a GGUF file would give other answers",
                         "export it as a Hugging Face folder instead, or pass --allow-unreadable")  # fmt: skip
@@ -340,7 +342,7 @@ def family_of(config: Any, field_name: str, unreadable: bool = False) -> Family:
 
 
 def window_of(config: Any) -> str | None:
-    """What is to be said of a sliding window that llama.cpp does not apply."""
+    """Returns a note about a sliding window that llama.cpp does not apply; None if there is none."""
     window = getattr(config, "sliding_window", None)
     if not window or config.model_type not in WINDOWLESS or window >= config.max_position_embeddings:
         return None
@@ -348,7 +350,7 @@ def window_of(config: Any) -> str | None:
 
 
 def split_experts(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """Stacked experts hold gate and up in one tensor; the file has one of each."""
+    """Yields the tensors of the file: stacked experts hold gate and up in one tensor, the file has one of each."""
     if name.endswith(".experts.gate_up_proj"):
         half = tensor.shape[1] // 2
         stem = name.removesuffix("gate_up_proj")

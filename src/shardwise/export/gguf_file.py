@@ -1,7 +1,7 @@
 """Writes a model as one GGUF file for llama.cpp and its kin, tensor by tensor.
 
-What is held at a time is one tensor, in the type it is stored in and in the file's. Vectors, norms and routers stay in
-fp32; with 4 and 5 bits the embedding and the head get 8, as their errors touch every token.
+One tensor is held at a time, in its stored dtype and in the file's. Vectors, norms and routers stay in fp32; with 4 and
+5 bits the embedding and the head get 8, as their errors affect every token.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ PIECE = 16 << 20  # numbers that are converted at a time
 
 @dataclass(frozen=True)
 class Tensor:
-    """One tensor of the file; `source` names the parameter that it is made of."""
+    """One tensor of the file; `source` names the parameter it is made of."""
 
     name: str
     source: str
@@ -66,7 +66,7 @@ class GgufPlan:
 
 
 def plan_gguf(source: ModelSource, kind: str, field: str = "--gguf", unreadable: bool = False) -> GgufPlan:
-    """Checks that a model can become a GGUF file and decides each tensor; raises UserError, naming what cannot."""
+    """Checks that a model can become a GGUF file and plans each tensor; raises UserError with what cannot."""
     from shardwise.nn.models.build import build_on_meta
     from shardwise.nn.models.readable import readable
     from shardwise.nn.models.stored import tensor_files
@@ -82,9 +82,9 @@ def plan_gguf(source: ModelSource, kind: str, field: str = "--gguf", unreadable:
     names = match_names(model, stored)
     assert names is not None
     tensors = [
-        Tensor(made, name, tuple(part.shape), _kind_of(made, tuple(part.shape), kind))
+        Tensor(gguf_name, name, tuple(part.shape), _kind_of(gguf_name, tuple(part.shape), kind))
         for name, parameter in model.named_parameters()
-        for made, part in _made(source, family, name, parameter.detach(), field)
+        for gguf_name, part in _gguf_tensors(source, family, name, parameter.detach(), field)
     ]
     family.settings(source.config)  # a setting that the file cannot say is found here
     vocabulary = vocabulary_of(source.load_tokenizer(), source.config.vocab_size, field)
@@ -92,18 +92,18 @@ def plan_gguf(source: ModelSource, kind: str, field: str = "--gguf", unreadable:
     return GgufPlan(source, family, kind, vocabulary, tensors, files)
 
 
-def _made(
+def _gguf_tensors(
     source: ModelSource, family: Family, name: str, tensor: torch.Tensor, field: str
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """What a parameter becomes: names in the file and how they are laid out there (meta tensors tell the shapes)."""
+    """Names and tensors in the file that a parameter becomes (on meta tensors, to learn the shapes)."""
     for part_name, part in split_experts(name, tensor):
-        made = _gguf_name(source.config, family, part_name)
-        if made is None:
+        gguf_name = _gguf_name(source.config, family, part_name)
+        if gguf_name is None:
             problem = f"{family.arch} files have no tensor for its {name}"
             raise UserError(field, source.config.model_type, problem, "export it as a Hugging Face folder instead")
-        yield made, family.stored(made, part, source.config)
-        if made in family.twice and source.config.tie_word_embeddings:
-            yield family.twice[made], part
+        yield gguf_name, family.stored(gguf_name, part, source.config)
+        if gguf_name in family.twice and source.config.tie_word_embeddings:
+            yield family.twice[gguf_name], part
 
 
 def _gguf_name(config: Any, family: Family, name: str) -> str | None:
@@ -113,9 +113,9 @@ def _gguf_name(config: Any, family: Family, name: str) -> str | None:
     layers = max(config.num_hidden_layers, getattr(config, "num_decoder_layers", 0) or 0)
     names = _name_map(arch, layers)
     bare = name.removeprefix("transformer.")  # some are known without the name of the model's body
-    for one in (name, bare):
-        if (found := names.get_name(one, try_suffixes=(".weight", ".bias"))) is not None:
-            return str(found)
+    for candidate in (name, bare):
+        if (gguf_name := names.get_name(candidate, try_suffixes=(".weight", ".bias"))) is not None:
+            return str(gguf_name)
     return None
 
 
@@ -129,55 +129,59 @@ def _name_map(arch: Any, layers: int) -> Any:
 def _kind_of(name: str, shape: tuple[int, ...], kind: str) -> Any:
     import gguf
 
-    wanted = KINDS[kind][0]
+    type_name = KINDS[kind][0]
     if len(shape) < 2 or name.endswith(WHOLE):
-        wanted = "F32"
-    elif wanted in COARSE and name in ("token_embd.weight", "output.weight"):
-        wanted = "Q8_0"
-    chosen = gguf.GGMLQuantizationType[wanted]
-    if shape and shape[-1] % gguf.GGML_QUANT_SIZES[chosen][0]:
+        type_name = "F32"
+    elif type_name in COARSE and name in ("token_embd.weight", "output.weight"):
+        type_name = "Q8_0"
+    tensor_type = gguf.GGMLQuantizationType[type_name]
+    if shape and shape[-1] % gguf.GGML_QUANT_SIZES[tensor_type][0]:
         return gguf.GGMLQuantizationType.F16  # rows that are no whole number of blocks
-    return chosen
+    return tensor_type
 
 
 def write_gguf(plan: GgufPlan, target: Path, name: str, say: Callable[[str], None] = lambda _: None) -> None:
-    """Writes the file; a failure leaves a part of it behind, which is the caller's to remove."""
+    """Writes the file; on failure a partial file is left, which the caller removes."""
     import gguf
 
     config = plan.source.config
-    extra = [(made, tensor.numpy()) for made, tensor in rope_tensors(config)]
+    extra = [(extra_name, tensor.numpy()) for extra_name, tensor in rope_tensors(config)]
     writer = gguf.GGUFWriter(target, plan.family.arch)
-    writer.add_name(_harmless(name, plan.vocabulary))
+    writer.add_name(_safe_name(name, plan.vocabulary))
     writer.add_file_type(gguf.LlamaFileType[KINDS[plan.kind][1]])
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     for key, value in plan.family.settings(config).items():
         _add(writer, f"{plan.family.arch}.{key}", value)
     _add_vocabulary(writer, plan.vocabulary)
-    for made, array in extra:
-        writer.add_tensor_info(made, array.shape, array.dtype, array.nbytes)
-    for one in plan.tensors:
-        rows = gguf.quants.quant_shape_to_byte_shape(one.shape, one.kind) if _packed(one.kind) else None
-        dtype = np.dtype(np.uint8) if rows else np.dtype(np.float16 if one.kind.name == "F16" else np.float32)
-        shape = rows or one.shape
+    for extra_name, array in extra:
+        writer.add_tensor_info(extra_name, array.shape, array.dtype, array.nbytes)
+    for item in plan.tensors:
+        rows = gguf.quants.quant_shape_to_byte_shape(item.shape, item.kind) if _packed(item.kind) else None
+        dtype = np.dtype(np.uint8) if rows else np.dtype(np.float16 if item.kind.name == "F16" else np.float32)
+        shape = rows or item.shape
         size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-        writer.add_tensor_info(one.name, shape, dtype, size, raw_dtype=one.kind)
+        writer.add_tensor_info(item.name, shape, dtype, size, raw_dtype=item.kind)
     writer.write_header_to_file(target)
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
     for _, array in extra:
         writer.write_tensor_data(array)
     held: tuple[str, dict[str, torch.Tensor]] = ("", {})
-    for one in plan.tensors:
-        if held[0] != one.source:
-            held = (one.source, dict(_made(plan.source, plan.family, one.source, _read(plan, one.source), "--gguf")))
-        writer.write_tensor_data(_encoded(held[1].pop(one.name), one))
+    for item in plan.tensors:
+        if held[0] != item.source:
+            held = (
+                item.source,
+                dict(_gguf_tensors(plan.source, plan.family, item.source, _read(plan, item.source), "--gguf")),
+            )
+        writer.write_tensor_data(_encoded(held[1].pop(item.name), item))
     writer.close()
     say(f"wrote {len(plan.tensors)} tensors")
 
 
-def _harmless(name: str, words: Vocabulary) -> str:
-    """Some readers take a file's name for more than a name: transformers (5.17) fails on one called mistral, and
-    llama.cpp looks for Phi-3's own tokens in one that has phi3 in it."""
+def _safe_name(name: str, words: Vocabulary) -> str:
+    """Some readers interpret a file's name: transformers (5.17) fails on one called mistral, and llama.cpp looks for
+    Phi-3's own tokens in one that has phi3 in it.
+    """
     phi = "phi3" in name.lower() or "phi-3" in name.lower()
     if phi and not {"<unk>", "<s>", "<|endoftext|>"} <= set(words.tokens):
         return "model"
@@ -197,8 +201,8 @@ def _read(plan: GgufPlan, name: str) -> torch.Tensor:
     return tensor
 
 
-def _encoded(tensor: torch.Tensor, one: Tensor) -> np.ndarray:
-    """A tensor in the file's type, converted in bounded pieces."""
+def _encoded(tensor: torch.Tensor, entry: Tensor) -> np.ndarray:
+    """A tensor in the file's dtype, converted in bounded pieces."""
     from gguf import quants
 
     rows = tensor.reshape(-1, tensor.shape[-1]) if tensor.ndim > 1 else tensor.reshape(1, -1)
@@ -207,11 +211,11 @@ def _encoded(tensor: torch.Tensor, one: Tensor) -> np.ndarray:
     for start in range(0, rows.shape[0], step):
         part = rows[start : start + step].float().contiguous().numpy()
         with np.errstate(over="ignore"):
-            made = quants.quantize(part, one.kind)
-        if one.kind.name == "F16" and not np.isfinite(made).all():
-            problem = f"{one.source} holds numbers that fp16 cannot (above 65504)"
+            encoded = quants.quantize(part, entry.kind)
+        if entry.kind.name == "F16" and not np.isfinite(encoded).all():
+            problem = f"{entry.source} holds numbers that fp16 cannot (above 65504)"
             raise UserError("--gguf", "f16", problem, "use bf16, f32 or q8_0")
-        parts.append(made)
+        parts.append(encoded)
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 

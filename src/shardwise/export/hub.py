@@ -12,7 +12,7 @@ PRIVATE = ["shardwise_run.json"]  # the whole config, with the paths of whoever 
 
 
 def check_hub(repo: str) -> Any:
-    """The hub's API, logged in; raises UserError before anything is exported where a push could not work."""
+    """Returns the hub's API, logged in; raises UserError before anything is exported if a push cannot work."""
     from huggingface_hub import HfApi, constants, get_token
     from huggingface_hub.utils import HFValidationError, validate_repo_id
 
@@ -27,12 +27,12 @@ def check_hub(repo: str) -> Any:
     if get_token() is None:
         raise UserError("--push", repo, "you are not logged in", "set HF_TOKEN, or run: hf auth login")
     api = HfApi()
-    _asked(repo, "the token was not accepted", api.whoami)
+    _call_hub(repo, "the token was not accepted", api.whoami)
     return api
 
 
 def push(api: Any, exported: Path, repo: str, private: bool, card: str | None = None) -> str:
-    """Uploads a folder, or one file with a card beside it; gives the address."""
+    """Uploads a folder, or one file with a card beside it; returns the URL."""
 
     def upload() -> None:
         api.create_repo(repo, private=private, exist_ok=True)
@@ -48,15 +48,15 @@ def push(api: Any, exported: Path, repo: str, private: bool, card: str | None = 
         if card is not None:
             api.upload_file(path_or_fileobj=card.encode(), path_in_repo="README.md", repo_id=repo)
 
-    _asked(repo, "the upload failed; the export itself is done", upload)
+    _call_hub(repo, "the upload failed; the export itself is done", upload)
     return f"{api.endpoint}/{repo}"
 
 
-def _asked(repo: str, problem: str, ask: Callable[[], Any]) -> None:
+def _call_hub(repo: str, problem: str, call: Callable[[], Any]) -> None:
     from huggingface_hub.errors import HfHubHTTPError
 
     try:
-        ask()
+        call()
     except HfHubHTTPError as error:
         status = error.response.status_code if error.response is not None else None
         remedy = "check the token (hf auth whoami)" if status == 401 else "check that the token may write there"

@@ -1,4 +1,4 @@
-"""Loads what users want to talk to: an exported folder, a run, a checkpoint, or a model by name."""
+"""Loads models for inference: an exported folder, a run, a checkpoint, or a model by name."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ ADAPTER = "adapter"  # what the adapter of a folder is called on its base
 
 
 def load_for_inference(name: str, changed_tokenizer: bool = False, talks: bool = True) -> tuple[Any, Any]:
-    """Model and tokenizer, on the GPU if there is one, else in fp32 on the CPU.
+    """Returns model and tokenizer, on the GPU if there is one, else in fp32 on the CPU.
 
-    A tokenizer or chat template other than in training is refused, unless `changed_tokenizer`; a model that cannot
-    write, if it `talks`.
+    A tokenizer or chat template other than in training is rejected, unless `changed_tokenizer`; with `talks`, so is a
+    model that does not generate text.
     """
     from transformers import AutoConfig, AutoTokenizer
 
@@ -76,7 +76,7 @@ def _has_checkpoint(path: Path) -> bool:
 
 
 def _pretrained(source: ModelSource, device: str, brought: Collection[str] = ()) -> Any:
-    """A model of files, whole, but for tensors that will be brought."""
+    """A model from files; missing tensors are an error, except `brought`, which the caller fills in."""
     from transformers.utils import logging as transformers_logging
 
     assert source.weights is not None
@@ -100,10 +100,10 @@ def _pretrained(source: ModelSource, device: str, brought: Collection[str] = ())
 
 
 def with_adapter(folder: Path, device: str, changed_tokenizer: bool = True) -> tuple[Any, Any]:
-    """A base that wears the adapter of a folder: `use_adapter` (nn/adapters/library.py) takes it off again."""
+    """Returns a base with the adapter of a folder: `use_adapter` (nn/adapters/library.py) removes it again."""
     source = base_of(folder)
-    own = (folder / "tokenizer.json").is_file()
-    tokenizer = (replace(source, tokenizer=str(folder)) if own else source).load_tokenizer()
+    has_tokenizer = (folder / "tokenizer.json").is_file()
+    tokenizer = (replace(source, tokenizer=str(folder)) if has_tokenizer else source).load_tokenizer()
     if not changed_tokenizer:
         check_fingerprint(folder, tokenizer)
     model = _pretrained(source, device, read_adapter(folder).keys)
@@ -113,9 +113,9 @@ def with_adapter(folder: Path, device: str, changed_tokenizer: bool = True) -> t
 
 
 def from_checkpoint(checkpoint: Path, device: str = "cpu", trust: bool = False) -> Any:
-    """The trained model in fp32, as its checkpoint holds it; what is not in there comes from its base.
+    """Returns the trained model in fp32; tensors that are not in the checkpoint come from its base.
 
-    `trust`: code that the model brings may be run.
+    `trust`: the model's own code may be run.
     """
     from transformers import AutoConfig, GenerationConfig
 

@@ -1,7 +1,8 @@
-"""Who can read a GGUF file: transformers as its users call it, and llama.cpp by its rules, or itself where it is there.
+"""Tests who can read a GGUF file: transformers as its users call it, and llama.cpp by its rules, or itself if
+installed.
 
-Each reader gives a verdict with its reason. A reader that reads the file faithfully gives, within what rounding to the
-file's type explains, the parameters and the logits of the trained model.
+Each reader gets a verdict with its reason. A reader that reads the file faithfully reproduces, within what rounding to
+the file's dtype explains, the parameters and the logits of the trained model.
 """
 
 from __future__ import annotations
@@ -39,31 +40,34 @@ class ReaderVerdict:
 
     @property
     def line(self) -> str:
-        """For the terminal and the card."""
+        """One line for the terminal and the card."""
         return f"{self.reader}: {'yes' if self.reads else 'no'}, {self.why}"
 
 
 def judge(
     reference: Any, file: Path, ids: Sequence[torch.Tensor], kind: str, problem: str | None
 ) -> list[ReaderVerdict]:
-    """The verdicts on a file; `problem`: what llama.cpp has built in other than the model needs it, if known."""
+    """Returns the verdicts on a file; `problem` is what llama.cpp has built in differently from the model, if known."""
     facts = open_gguf(file)
-    as_llama, same = _by_rules(reference, file, facts, ids, kind, problem)
-    plain = as_llama if same else _by_transformers(reference, file, facts, ids, kind)
-    itself = None if as_llama.wrong else _by_llama_cpp(reference, file, ids, kind)
-    return [itself or as_llama, ReaderVerdict("transformers (gguf_file=)", plain.reads, plain.why)]
+    by_rules, same_reading = _by_rules(reference, file, facts, ids, kind, problem)
+    by_transformers = by_rules if same_reading else _by_transformers(reference, file, facts, ids, kind)
+    by_llama_cpp = None if by_rules.wrong else _by_llama_cpp(reference, file, ids, kind)
+    return [
+        by_llama_cpp or by_rules,
+        ReaderVerdict("transformers (gguf_file=)", by_transformers.reads, by_transformers.why),
+    ]
 
 
 def _by_rules(
     reference: Any, file: Path, facts: GgufFile, ids: Sequence[torch.Tensor], kind: str, problem: str | None
 ) -> tuple[ReaderVerdict, bool]:
-    """llama.cpp's rules, and the logits that follow from how it understands the settings.
+    """llama.cpp's rules, and the logits that follow from how it interprets the settings.
 
-    Also says whether transformers understands them the same way, so that its verdict is the same.
+    Also says whether transformers interprets them the same way, so that its verdict is the same.
     """
     reader = "llama.cpp (by its rules)"
-    if (why := refusal(facts) or problem) is not None:
-        return ReaderVerdict(reader, False, why), False
+    if (reason := refusal(facts) or problem) is not None:
+        return ReaderVerdict(reader, False, reason), False
     try:
         model, differing = load_gguf(file, auto_class(task_of(reference.config)), meaning(facts))
         outcome = compare(reference, model, ids, kind)
@@ -93,49 +97,56 @@ def _by_transformers(
 
 
 def _unread(model: Any, facts: GgufFile) -> list[str]:
-    lost = unread_tensors(model, facts)
-    kinds = list(dict.fromkeys(layer_of(name) for name in lost))
-    some = f"{', '.join(kinds[:3])}{', …' * (len(kinds) > 3)}"
-    return [f"it ignores {len(lost)} tensor{'s' * (len(lost) > 1)} ({some})"] if lost else []
+    ignored = unread_tensors(model, facts)
+    kinds = list(dict.fromkeys(layer_of(name) for name in ignored))
+    examples = f"{', '.join(kinds[:3])}{', …' * (len(kinds) > 3)}"
+    return [f"it ignores {len(ignored)} tensor{'s' * (len(ignored) > 1)} ({examples})"] if ignored else []
 
 
-def _misread(got: Any, wanted: Any) -> list[str]:
-    """Settings that transformers finds otherwise than the model has them."""
-    ours, theirs = wanted.to_dict(), got.to_dict()
-    keys = [k for k in ours if k in theirs and not alike(ours[k], theirs[k]) and not k.startswith(NO_MATTER)]
-    return [_difference(key, theirs[key], ours[key]) for key in keys[:2]]
+def _misread(read: Any, expected: Any) -> list[str]:
+    """Settings that transformers reads differently from the model's."""
+    expected_values = expected.to_dict()
+    read_values = read.to_dict()
+    keys = [
+        k
+        for k in expected_values
+        if k in read_values and not alike(expected_values[k], read_values[k]) and not k.startswith(NO_MATTER)
+    ]
+    return [_difference(key, read_values[key], expected_values[key]) for key in keys[:2]]
 
 
-def _difference(key: str, got: Any, wanted: Any) -> str:
-    while isinstance(got, dict) and isinstance(wanted, dict):
-        first = next(one for one in wanted if not alike(got.get(one), wanted[one]))
-        key, got, wanted = f"{key}.{first}", got.get(first), wanted[first]
-    return f"it reads {key} as {str(got)[:40]} instead of {str(wanted)[:40]}"
+def _difference(key: str, read: Any, expected: Any) -> str:
+    while isinstance(read, dict) and isinstance(expected, dict):
+        first = next(name for name in expected if not alike(read.get(name), expected[name]))
+        key = f"{key}.{first}"
+        read = read.get(first)
+        expected = expected[first]
+    return f"it reads {key} as {str(read)[:40]} instead of {str(expected)[:40]}"
 
 
 def _by_llama_cpp(reference: Any, file: Path, ids: Sequence[torch.Tensor], kind: str) -> ReaderVerdict | None:
-    """llama.cpp's own logits, where PyPI's llama-cpp-python is installed; None where it is not."""
+    """llama.cpp's own logits, if PyPI's llama-cpp-python is installed; None if not."""
     if find_spec("llama_cpp") is None or reference.config.is_encoder_decoder:
         return None
     llama_cpp: Any = import_module("llama_cpp")
     reader = f"llama.cpp (llama-cpp-python {llama_cpp.__version__})"
-    longest = max(one.shape[-1] for one in ids)
+    longest = max(sequence.shape[-1] for sequence in ids)
     try:
         model = llama_cpp.Llama(
             str(file), n_ctx=longest + 8, n_batch=longest + 8, logits_all=True, verbose=False, n_gpu_layers=0
         )
     except ValueError as error:
         return ReaderVerdict(reader, False, f"it does not load it ({first_line(error)})")
-    outcome = compare_logits(reference, _asked(model), ids, kind)
+    outcome = compare_logits(reference, _logits_of(model), ids, kind)
     bound = max(BOUNDS[kind].logits, OWN_ROUNDING)
     figures = f"its logits differ by {outcome.relative:.2%} of their spread (bound {bound:.0%})"
     return ReaderVerdict(reader, outcome.relative <= bound, f"{figures}; same first choice {outcome.same_top:.1%}")
 
 
-def _asked(model: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+def _logits_of(model: Any) -> Callable[[torch.Tensor], torch.Tensor]:
     def row(ids: list[int]) -> torch.Tensor:
         model.reset()
         model.eval(ids)
         return torch.tensor(model.scores[: len(ids)])
 
-    return lambda ids: torch.stack([row(one) for one in ids.tolist()])
+    return lambda ids: torch.stack([row(sequence) for sequence in ids.tolist()])

@@ -1,4 +1,4 @@
-"""Rotary embeddings in GGUF's terms: base, scaling and, for the scalings that have none of their own, factors."""
+"""Rotary embeddings in GGUF's terms: base, scaling and, for scalings without settings of their own, factors."""
 
 from __future__ import annotations
 
@@ -22,18 +22,19 @@ def _parameters(config: Any, layers: str = "full_attention") -> dict[str, Any]:
 
 
 def theta_of(config: Any, layers: str = "full_attention") -> float:
-    """The base of the frequencies."""
+    """Returns the base of the frequencies."""
     return float(_parameters(config, layers).get("rope_theta") or getattr(config, "rope_theta", None) or 10000.0)
 
 
 def scaling_of(config: Any) -> str:
-    """The kind of scaling, "default" for none."""
+    """Returns the kind of scaling, "default" for none."""
     return str(_parameters(config).get("rope_type") or "default")
 
 
 def rope_settings(config: Any) -> dict[str, Any]:
-    """The scaling as settings of the file; raises UserError for one that it cannot say."""
-    rope, kind = _parameters(config), scaling_of(config)
+    """Returns the scaling as settings of the file; raises UserError for one that GGUF cannot express."""
+    rope = _parameters(config)
+    kind = scaling_of(config)
     if kind == "default" or (kind == "llama3" and config.model_type in FACTORS[kind]):
         return {}
     if kind == "linear":
@@ -61,8 +62,9 @@ def rope_settings(config: Any) -> dict[str, Any]:
 
 
 def rope_tensors(config: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Divisors of the frequencies, for scalings that are stored as such."""
-    rope, kind = _parameters(config), scaling_of(config)
+    """Yields divisors of the frequencies, for scalings that are stored as tensors."""
+    rope = _parameters(config)
+    kind = scaling_of(config)
     if kind == "llama3":
         from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 

@@ -1,7 +1,7 @@
-"""A tokenizer in GGUF's terms: words, kinds, scores or merges, special ids, and how text is cut before merging.
+"""A tokenizer in GGUF's terms: tokens, types, scores or merges, special ids, and the pre-tokenizer.
 
-llama.cpp brings its own code for cutting text and knows it by name (`tokenizer.ggml.pre`); a tokenizer that cuts
-otherwise is refused, since the file would silently give other tokens than the model was trained on.
+llama.cpp brings its own pre-tokenizers and knows them by name (`tokenizer.ggml.pre`); a tokenizer with another one is
+rejected, since the file would silently give other tokens than the model was trained on.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Vocabulary:
 
 
 def vocabulary_of(tokenizer: Any, size: int, field_name: str) -> Vocabulary:
-    """The vocabulary with exactly `size` entries; raises UserError for a tokenizer that a GGUF file cannot hold."""
+    """Returns the vocabulary with exactly `size` entries; raises UserError if a GGUF file cannot hold it."""
     inner = json.loads(tokenizer.backend_tokenizer.to_str())
     words = {index: word for word, index in tokenizer.get_vocab().items()}
     if max(words) >= size:
@@ -60,13 +60,14 @@ def vocabulary_of(tokenizer: Any, size: int, field_name: str) -> Vocabulary:
     for added in inner["added_tokens"]:
         types[added["id"]] = CONTROL if added["special"] else USER_DEFINED
     model, pre, merges, scores, more = _algorithm(inner, tokens, types, tokenizer, field_name)
-    plain, whole = tokenizer("a", add_special_tokens=False)["input_ids"], tokenizer("a")["input_ids"]
-    extra = len(whole) > len(plain)
+    without_special = tokenizer("a", add_special_tokens=False)["input_ids"]
+    with_special = tokenizer("a")["input_ids"]
+    extra = len(with_special) > len(without_special)
     return Vocabulary(
         model, pre, tokens, types, merges, scores, _ids(tokenizer),
-        add_bos=extra and whole[0] == tokenizer.bos_token_id and whole[0] != plain[0],
-        add_eos=extra and whole[-1] == tokenizer.eos_token_id,
-        add_space_prefix=tokens[plain[0]].startswith("▁"), template=tokenizer.chat_template, more=more,
+        add_bos=extra and with_special[0] == tokenizer.bos_token_id and with_special[0] != without_special[0],
+        add_eos=extra and with_special[-1] == tokenizer.eos_token_id,
+        add_space_prefix=tokens[without_special[0]].startswith("▁"), template=tokenizer.chat_template, more=more,
     )  # fmt: skip
 
 
@@ -81,18 +82,19 @@ def _ids(tokenizer: Any) -> dict[str, int]:
 def _algorithm(
     inner: dict[str, Any], tokens: list[str], types: list[int], tokenizer: Any, field_name: str
 ) -> tuple[str, str, list[str] | None, list[float] | None, dict[str, Any]]:
-    model, kind = inner["model"], inner["model"]["type"]
-    normal = {part["type"] for part in _parts(inner["normalizer"], "normalizers")}
+    model = inner["model"]
+    kind = inner["model"]["type"]
+    normalizers = {part["type"] for part in _parts(inner["normalizer"], "normalizers")}
     if kind == "BPE":
         # Not by byte_fallback: tokenizers that come out of GGUF files have it set and never need it.
         by_bytes = any(part["type"] == "ByteLevel" for part in _parts(inner["pre_tokenizer"], "pretokenizers"))
-        odd = normal - ({"NFC"} if by_bytes else {"Prepend", "Replace"})
-        if odd:
-            raise _refused(tokenizer, f"normalises by {', '.join(sorted(odd))}", field_name)
+        unsupported = normalizers - ({"NFC"} if by_bytes else {"Prepend", "Replace"})
+        if unsupported:
+            raise _refused(tokenizer, f"normalises by {', '.join(sorted(unsupported))}", field_name)
         pairs = [tuple(pair.split(" ")) if isinstance(pair, str) else tuple(pair) for pair in model["merges"]]
         merges = [" ".join(pair) for pair in pairs]
         if by_bytes:
-            return "gpt2", _cut(inner, tokenizer, field_name), merges, None, {}
+            return "gpt2", _pre_tokenizer(inner, tokenizer, field_name), merges, None, {}
         if not model.get("byte_fallback"):
             raise _refused(tokenizer, "has neither bytes nor a way back to them", field_name)
         _mark_bytes(tokens, types, tokenizer)
@@ -102,7 +104,7 @@ def _algorithm(
         scores += [0.0] * (len(tokens) - len(scores))
         types[model["unk_id"]] = UNKNOWN
         maps = [p for p in _parts(inner["normalizer"], "normalizers") if p["type"] == "Precompiled"]
-        more: dict[str, Any] = {"remove_extra_whitespaces": "Replace" in normal or bool(maps)}
+        more: dict[str, Any] = {"remove_extra_whitespaces": "Replace" in normalizers or bool(maps)}
         if maps and maps[0].get("precompiled_charsmap"):
             more["precompiled_charsmap"] = base64.b64decode(maps[0]["precompiled_charsmap"])
         return "t5", "default", None, scores, more
@@ -131,25 +133,27 @@ def _parts(stage: dict[str, Any] | None, inner: str) -> list[dict[str, Any]]:
     return list(stage[inner]) if stage["type"] == "Sequence" else [stage]
 
 
-def _cut(inner: dict[str, Any], tokenizer: Any, field_name: str) -> str:
-    """llama.cpp's name for how a byte-level tokenizer cuts text into words."""
-    said = []
+def _pre_tokenizer(inner: dict[str, Any], tokenizer: Any, field_name: str) -> str:
+    """llama.cpp's name for the pre-tokenizer of a byte-level tokenizer."""
+    steps = []
     for part in _parts(inner["pre_tokenizer"], "pretokenizers"):
         kind = part["type"]
         if kind == "ByteLevel":
             if part.get("add_prefix_space"):
                 raise _refused(tokenizer, "puts a space before text", field_name)
-            said += ["bytes"] if part.get("use_regex", True) else []
+            steps += ["bytes"] if part.get("use_regex", True) else []
         elif kind == "Digits":
-            said.append("digits" if part["individual_digits"] else "numbers")
+            steps.append("digits" if part["individual_digits"] else "numbers")
         elif kind == "Split":
-            said.append(f"/{part['pattern'].get('Regex') or part['pattern'].get('String')}/")
+            steps.append(f"/{part['pattern'].get('Regex') or part['pattern'].get('String')}/")
         else:
-            said.append(kind.lower())
-    way = ", ".join(said)
-    if way not in CUTS:
-        raise _refused(tokenizer, f"cuts text in a way that llama.cpp has no name for ({way or 'none'})", field_name)
-    return CUTS[way]
+            steps.append(kind.lower())
+    description = ", ".join(steps)
+    if description not in CUTS:
+        raise _refused(
+            tokenizer, f"cuts text in a way that llama.cpp has no name for ({description or 'none'})", field_name
+        )
+    return CUTS[description]
 
 
 def _refused(tokenizer: Any, problem: str, field_name: str) -> UserError:

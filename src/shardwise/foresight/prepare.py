@@ -28,7 +28,7 @@ from shardwise.config.schema import Run
 from shardwise.core.errors import UserError
 from shardwise.core.printable import counted
 from shardwise.data.epochs import Epochs
-from shardwise.data.prepare import Tell, prepare_data
+from shardwise.data.prepare import Contents, ProgressReport, prepare_data
 from shardwise.nn.models.adapt import adapt_model, labels_of, settle_attention
 from shardwise.nn.models.build import vocabulary_size
 from shardwise.nn.models.source import ModelSource, find_model
@@ -45,14 +45,15 @@ Gate = Callable[[ModelSource, Run, "Adapted"], Run]
 def prepare_run(
     loaded: LoadedRun,
     say: Callable[[str], None] = lambda _: None,
-    tell: Tell | None = None,
+    tell: ProgressReport | None = None,
     gate: Gate = lambda source, run, adapted: run,
     epochs: Epochs | None = None,
+    contents: Contents | None = None,
 ) -> ResolvedRun:
     """Resolves and checks everything; raises UserError for any mistake, having written nothing but the cache.
 
     `gate` is asked once the model is known and before the data are read: it may refuse the run, or make it smaller.
-    `epochs`: where it was counted before how long they are.
+    `epochs`, `contents`: how long epochs are and what the data are, where another process has found out.
     """
     from shardwise.checkpoint.store import choose_checkpoint
     from shardwise.nn.adapters.apply import apply_method
@@ -104,7 +105,7 @@ def prepare_run(
     purpose = purpose_of(result.run)
     wanted = result.run.train.epochs or (None if result.run.train.steps is not None else 1.0)
     early = wanted is None or epochs is not None  # a run that counts in epochs must know how long they are
-    known: dict[str, Any] = {"purpose": purpose, "labels": labels_of(result.run), "stops": stops}
+    known: dict[str, Any] = {"purpose": purpose, "labels": labels_of(result.run), "stops": stops, "read": contents}
     data = prepare_data(result.run.data, tokenizer, result.run.train.seed, say, vocabulary, early, tell, **known)
     output = Path(result.run.output).expanduser()
     job = ResolvedRun(result.run, result.reasons, source, tokenizer, data, adapted, output, teacher, epochs)
@@ -168,12 +169,14 @@ def write_resolved_run(job: ResolvedRun, file: Path) -> None:
     """Hands a prepared job to the ranks."""
     values: dict[str, Any] = {"run": job.run.model_dump(mode="json"), "reasons": job.reasons}
     values["epochs"] = None if job.epochs is None else job.epochs.sizes
+    values["contents"] = {"digests": job.data.digests, "rows": job.data.counts}
     file.write_text(json.dumps(values, indent=1))
 
 
 def read_resolved_run(file: Path) -> ResolvedRun:
-    """Takes a job up again in a rank; model and data come out of the cache."""
+    """The run as the launcher prepared it, in a rank: nothing of the data is read again but the cache."""
     values = json.loads(file.read_text())
     epochs = None if values["epochs"] is None else Epochs(tuple(values["epochs"]))
-    job = prepare_run(LoadedRun(Run.model_validate(values["run"])), epochs=epochs)
+    contents = Contents(**values["contents"])
+    job = prepare_run(LoadedRun(Run.model_validate(values["run"])), epochs=epochs, contents=contents)
     return replace(job, reasons=values["reasons"])

@@ -1,1 +1,1 @@
-"""Starting the ranks of a run, and what this machine can give them."""
+"""Starts the ranks of a run, on this host or through a cluster's launcher."""

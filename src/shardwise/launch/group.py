@@ -1,4 +1,4 @@
-"""The ranks of one host in one round: started, watched, asked to save and stop, or killed; each with its log."""
+"""The ranks of one host in one round: starts, polls, stops (with a save) or kills them; each has its own log."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ASKED = (0, 128 + signal.SIGTERM, -signal.SIGTERM)  # ends of ranks that were as
 
 @dataclass(frozen=True)
 class RankCommand:
-    """What every rank of this host runs, whatever the round."""
+    """The command of every rank of this host, in any round."""
 
     arguments: tuple[str, ...]  # of `shardwise`
     logs: Path
@@ -33,27 +33,30 @@ class RankCommand:
 
 @dataclass(frozen=True)
 class RanksEnded:
-    """How a host's ranks ended: the codes, and of the one to blame its number and last words."""
+    """How a host's ranks ended: exit codes, and the rank and message of the one at fault."""
 
     codes: tuple[int, ...]
     words: str = ""
 
     @property
     def stopped(self) -> bool:
-        """Whether they ended as asked (or as other hosts' ranks were)."""
+        """Whether they ended on request (or as other hosts' ranks did)."""
         return all(code in ASKED for code in self.codes) and any(self.codes)
 
 
 class RankGroup:
-    """Running ranks."""
+    """Running ranks of one host."""
 
     def __init__(
         self, plan: RankCommand, round_: int, seats: tuple[Seat, ...], place: int, interface: str | None
     ) -> None:
-        self._plan, self.round, self.killed = plan, round_, False
+        self._plan = plan
+        self.round = round_
+        self.killed = False
         self._deadline: float | None = None
         first = sum(seat.ranks for seat in seats[:place])
-        world, local = sum(seat.ranks for seat in seats), seats[place].ranks
+        world = sum(seat.ranks for seat in seats)
+        local = seats[place].ranks
         plan.logs.mkdir(parents=True, exist_ok=True)
         shared = {
             "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(local), "MASTER_ADDR": seats[0].address,
@@ -81,7 +84,7 @@ class RankGroup:
                 threading.Thread(target=_pass_on, args=(child, log), daemon=True).start()
 
     def stop(self) -> bool:
-        """Asks the ranks to save and leave, the first time; kills them when the grace is over. True the first time."""
+        """Asks the ranks to save and exit, and kills them after the grace period. True on the first call."""
         if self._deadline is None:
             self._deadline = time.monotonic() + self._plan.grace
             for child in self._children:
@@ -98,7 +101,7 @@ class RankGroup:
         return self._deadline is not None
 
     def kill(self) -> None:
-        """Ends them at once."""
+        """Kills the ranks at once."""
         self.killed = True
         for child in self._children:
             if child.poll() is None:
@@ -107,12 +110,12 @@ class RankGroup:
             child.wait()
 
     def poll(self) -> RanksEnded | None:
-        """How they ended; when one fails the others have a moment to say why and are killed. None while they run."""
+        """How the ranks ended, None while they run; when one fails the others may report, then are killed."""
         codes = [child.poll() for child in self._children]
         if None not in codes:
             return self._ended()
         if any(code not in (None, *ASKED) for code in codes):
-            let_them_speak(self._children)
+            await_other_ranks(self._children)
             blamed = self._ended()
             self.kill()
             return blamed
@@ -129,15 +132,15 @@ class RankGroup:
         return RanksEnded(tuple(1 if code is None else code for code in codes), words)
 
 
-def let_them_speak(children: list[subprocess.Popen[bytes]]) -> None:
-    """Waits until the other ranks have ended too, but no longer than they need to say why."""
+def await_other_ranks(children: list[subprocess.Popen[bytes]]) -> None:
+    """Waits until the other ranks have ended too, at most as long as they need to report why."""
     deadline = time.monotonic() + LAST_WORDS
     while time.monotonic() < deadline and any(child.poll() is None for child in children):
         time.sleep(POLL)
 
 
 def _pass_on(child: subprocess.Popen[bytes], log: Path) -> None:
-    """What the first rank says goes to its log and to us; that our reader may have left must not disturb the rank."""
+    """Copies the first rank's output to its log and to ours; a closed reader must not disturb the rank."""
     assert child.stdout is not None
     with log.open("ab") as stream:
         for line in child.stdout:
@@ -149,7 +152,7 @@ def _pass_on(child: subprocess.Popen[bytes], log: Path) -> None:
 
 
 def _reason(log: Path, code: int) -> str:
-    """The last words of a rank: its message if it left one."""
+    """The failure message of a rank, or the end of its log."""
     if code < 0:
         return f"{log.stem} was killed by {signal.Signals(-code).name} (log: {log})"
     try:

@@ -1,4 +1,4 @@
-"""How many hosts a run may have, and whether it goes with each of these numbers: asked before anything starts."""
+"""The number of hosts a run may have, and checks that it fits each of them before anything starts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Hosts:
-    """At least, and at most."""
+    """Minimum and maximum number of hosts."""
 
     least: int
     most: int
@@ -24,16 +24,16 @@ class Hosts:
 
 
 def parse_hosts(text: str) -> Hosts:
-    """`4`, or `2:4` for at least 2 and at most 4."""
-    least, colon, most = text.partition(":")
-    numbers = [part for part in (least, most if colon else least)]
+    """Parses `4`, or `2:4` for at least 2 and at most 4."""
+    least, colon, limit = text.partition(":")
+    numbers = [part for part in (least, limit if colon else least)]
     if not all(part.isdecimal() for part in numbers) or not 0 < int(numbers[0]) <= int(numbers[1]):
         raise UserError("--hosts", text, "is no number of hosts", "write e.g. 4, or 2:4 for at least 2 and at most 4")
     return Hosts(int(numbers[0]), int(numbers[1]))
 
 
 def names_of(text: str) -> list[str]:
-    """Hosts by name: `a,b,c`, or a file with one per line (a hostfile's `slots=8` is passed over)."""
+    """Host names from `a,b,c`, or from a file with one per line (a hostfile's `slots=8` is ignored)."""
     file = Path(text).expanduser()
     if file.is_file():
         lines = [line.partition("#")[0].split() for line in file.read_text().splitlines()]
@@ -50,7 +50,7 @@ def names_of(text: str) -> list[str]:
 
 
 def check_sizes(run: Run, hosts: Hosts, ranks: int) -> None:
-    """A batch or mesh that does not go with fewer hosts is told now, not when one is lost after hours."""
+    """Checks batch and mesh for every number of hosts now, not when a host is lost after hours."""
     from shardwise.config.resolve import Machine, resolve_machine
 
     if run.left_open:  # the planner chooses for the hosts that are there
@@ -78,7 +78,7 @@ def _remedy(error: UserError, run: Run, hosts: Hosts, ranks: int) -> str:
 
 
 def ranks_here(run: Run) -> int:
-    """Ranks of this host where the command does not say: the run's, else one per GPU, else one."""
+    """Ranks of this host by default: the run's, else one per GPU, else one."""
     if run.ranks != "auto":
         return int(run.ranks)
     if run.device == "cpu":

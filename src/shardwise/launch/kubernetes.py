@@ -1,8 +1,8 @@
-"""Kubernetes: an Indexed Job and a headless Service, which every cluster has; no operator is needed.
+"""Kubernetes: an Indexed Job and a headless Service, which every cluster supports; no operator is needed.
 
-The pod with index 0 is where the agents meet: the Service gives it a name that outlives the pod. RUN.yaml travels as a
-ConfigMap. A mistake (exit code 2) fails the Job at once; whatever else ends a pod has it started again. The agents'
-token is a Secret that is made as the rest is submitted; the manifest, which is shown and kept, only refers to it.
+The pod with index 0 is the rendezvous: the Service gives it a name that outlives the pod. RUN.yaml is passed as a
+ConfigMap. A user error (exit code 2) fails the Job at once; a pod that ends otherwise is restarted. The agents' token
+is a Secret created on submission; the manifest, which is shown and stored, only refers to it.
 """
 
 from __future__ import annotations
@@ -27,117 +27,133 @@ _BY_HAND = (
 
 
 class Kubernetes:
-    """kubectl apply, logs, delete."""
+    """Launches through kubectl: create, logs, delete."""
 
-    def text(self, asked: Submission) -> str:
-        name = asked.name
+    def text(self, submission: Submission) -> str:
+        name = submission.name
         if not re.fullmatch(r"[a-z]([a-z0-9-]{0,50}[a-z0-9])?", name):
             raise UserError("--name", name, "is no name for Kubernetes", "use small letters, digits and -, at most 52")
-        if asked.image is None:
+        if submission.image is None:
             raise UserError("--image", None, "is needed with --k8s", "name a container image that has shardwise")
         labels = {"app.kubernetes.io/name": "shardwise", "app.kubernetes.io/instance": name}
-        where = {"namespace": asked.partition} if asked.partition else {}
+        where = {"namespace": submission.partition} if submission.partition else {}
         meta = {"name": name, **where, "labels": labels}
         run = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": meta}
         service = {"apiVersion": "v1", "kind": "Service", "metadata": meta, "spec": {
             "clusterIP": "None", "selector": labels, "publishNotReadyAddresses": True,  # they meet before
-            "ports": [{"name": "meet", "port": asked.port or PORT}],
+            "ports": [{"name": "meet", "port": submission.port or PORT}],
         }}  # fmt: skip
         job: dict[str, Any] = {
             "apiVersion": "batch/v1",
             "kind": "Job",
             "metadata": meta,
-            "spec": self._job(asked, labels),
+            "spec": self._job(submission, labels),
         }
-        text = asked.run_file.read_text()
+        text = submission.run_file.read_text()
         return _BY_HAND.format(name=_secret(name)) + as_yaml(run | {"data": {"run.yaml": text}}, service, job)
 
-    def _job(self, asked: Submission, labels: dict[str, str]) -> dict[str, Any]:
-        most = asked.hosts.most
+    def _job(self, submission: Submission, labels: dict[str, str]) -> dict[str, Any]:
+        hosts = submission.hosts.most
         spec: dict[str, Any] = {
-            "completionMode": "Indexed", "completions": most, "parallelism": most, "backoffLimit": TRIES * most,
-            "podFailurePolicy": {"rules": [
-                {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
-                {"action": "FailJob", "onExitCodes": {"containerName": "node", "operator": "In", "values": [2]}},
-            ]},
-        }  # fmt: skip
-        if asked.minutes is not None:
-            spec["activeDeadlineSeconds"] = asked.minutes * 60
-        if asked.hosts.least < most:  # the run may end while some pods still wait for a place
+            "completionMode": "Indexed",
+            "completions": hosts,
+            "parallelism": hosts,
+            "backoffLimit": TRIES * hosts,
+            "podFailurePolicy": {
+                "rules": [
+                    {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
+                    {"action": "FailJob", "onExitCodes": {"containerName": "node", "operator": "In", "values": [2]}},
+                ]
+            },
+        }
+        if submission.minutes is not None:
+            spec["activeDeadlineSeconds"] = submission.minutes * 60
+        if submission.hosts.least < hosts:  # the run may end while some pods still wait for a place
             spec["successPolicy"] = {"rules": [{"succeededIndexes": "0"}]}
-        return spec | {"template": {"metadata": {"labels": labels}, "spec": self._pod(asked)}}
+        return spec | {"template": {"metadata": {"labels": labels}, "spec": self._pod(submission)}}
 
-    def _pod(self, asked: Submission) -> dict[str, Any]:
-        limits: dict[str, Any] = {GPU: asked.gpus} if asked.gpus else {}
-        requests = {key: value for key, value in (("cpu", asked.cpus), ("memory", asked.memory)) if value is not None}
+    def _pod(self, submission: Submission) -> dict[str, Any]:
+        limits: dict[str, Any] = {GPU: submission.gpus} if submission.gpus else {}
+        requests = {
+            key: value for key, value in (("cpu", submission.cpus), ("memory", submission.memory)) if value is not None
+        }
         mounts = [
             {"name": "run", "mountPath": str(PurePosixPath(RUN).parent), "readOnly": True},
             {"name": "shm", "mountPath": "/dev/shm"},
         ]
         volumes: list[dict[str, Any]] = [
-            {"name": "run", "configMap": {"name": asked.name}},
+            {"name": "run", "configMap": {"name": submission.name}},
             {"name": "shm", "emptyDir": {"medium": "Memory"}},  # NCCL and data workers need more than the usual 64 MB
         ]
         secrets = [
-            {"name": name, "valueFrom": {"secretKeyRef": {"name": asked.name, "key": name}}} for name in asked.passed
+            {"name": name, "valueFrom": {"secretKeyRef": {"name": submission.name, "key": name}}}
+            for name in submission.passed
         ]
         secrets.append(
-            {"name": VARIABLE, "valueFrom": {"secretKeyRef": {"name": _secret(asked.name), "key": VARIABLE}}}
+            {"name": VARIABLE, "valueFrom": {"secretKeyRef": {"name": _secret(submission.name), "key": VARIABLE}}}
         )
         container: dict[str, Any] = {
-            "name": "node", "image": asked.image, "command": ["/bin/sh", "-c", self._command(asked)],
-            "ports": [{"name": "meet", "containerPort": asked.port or PORT}],
-            "env": [{"name": name, "value": value} for name, value in asked.env.items()] + secrets,
-            "resources": {"limits": limits | {k: str(v) for k, v in requests.items()}}, "volumeMounts": mounts,
-        }  # fmt: skip
-        claim, path = _claim(asked)
+            "name": "node",
+            "image": submission.image,
+            "command": ["/bin/sh", "-c", self._command(submission)],
+            "ports": [{"name": "meet", "containerPort": submission.port or PORT}],
+            "env": [{"name": name, "value": value} for name, value in submission.env.items()] + secrets,
+            "resources": {"limits": limits | {k: str(v) for k, v in requests.items()}},
+            "volumeMounts": mounts,
+        }
+        claim, path = _claim(submission)
         if claim is not None:
             mounts.append({"name": "output", "mountPath": path})
             volumes.append({"name": "output", "persistentVolumeClaim": {"claimName": claim}})
             container["workingDir"] = path
         pod: dict[str, Any] = {
-            "restartPolicy": "Never", "subdomain": asked.name, "containers": [container], "volumes": volumes,
-            "terminationGracePeriodSeconds": asked.grace + 30,
-        }  # fmt: skip
-        if asked.account:
-            pod["serviceAccountName"] = asked.account
-        if asked.gpu:
-            pod["nodeSelector"] = {"nvidia.com/gpu.product": asked.gpu}
+            "restartPolicy": "Never",
+            "subdomain": submission.name,
+            "containers": [container],
+            "volumes": volumes,
+            "terminationGracePeriodSeconds": submission.grace + 30,
+        }
+        if submission.account:
+            pod["serviceAccountName"] = submission.account
+        if submission.gpu:
+            pod["nodeSelector"] = {"nvidia.com/gpu.product": submission.gpu}
         return pod
 
-    def _command(self, asked: Submission) -> str:
-        lines = [single_line("--line", line) for line in asked.lines]
-        meet = f"{asked.name}-0.{asked.name}:{asked.port or PORT}"
+    def _command(self, submission: Submission) -> str:
+        lines = [single_line("--line", line) for line in submission.lines]
+        meet = f"{submission.name}-0.{submission.name}:{submission.port or PORT}"
         # A pod that is evicted saves and leaves; when the Job is deleted all of them do.
-        node = asked.node(INSTALLED, "--id", asked.name, "--meet", meet, "--withdraw", file=RUN)
+        node = submission.node(INSTALLED, "--id", submission.name, "--rendezvous", meet, "--withdraw", file=RUN)
         return "\n".join([*lines, f'exec {node} --name "$HOSTNAME"'])
 
-    def submit(self, asked: Submission, text: str) -> str:
-        meta = {"name": _secret(asked.name)} | ({"namespace": asked.partition} if asked.partition else {})
+    def submit(self, submission: Submission, text: str) -> str:
+        meta = {"name": _secret(submission.name)} | (
+            {"namespace": submission.partition} if submission.partition else {}
+        )
         secret = {"apiVersion": "v1", "kind": "Secret", "metadata": meta, "stringData": {VARIABLE: make_token()}}
         output_of([tool("kubectl", "--k8s"), "create", "-f", "-"], f"{text}---\n{as_yaml(secret)}")
-        return f"{asked.partition}.{asked.name}" if asked.partition else asked.name
+        return f"{submission.partition}.{submission.name}" if submission.partition else submission.name
 
-    def follow(self, identity: str, asked: Submission) -> int:
-        kubectl, (name, where) = tool("kubectl", "--k8s"), _found(identity)
+    def follow(self, identity: str, submission: Submission) -> int:
+        kubectl, (name, where) = tool("kubectl", "--k8s"), _parse_identity(identity)
         first = f"batch.kubernetes.io/job-name={name},batch.kubernetes.io/job-completion-index=0"
         while True:  # a pod that is started again has a log of its own
             phases = output_of([kubectl, *where, "get", "pods", "-l", first, "-o", "jsonpath={.items[*].status.phase}"])
             if "Running" in phases:
                 subprocess.run([kubectl, *where, "logs", "-f", "--tail=-1", "-l", first], check=False)
-            said = self.status(identity)
-            if "Complete" in said or "Failed" in said:
-                print(f"k8s:{identity} has ended: {said}", flush=True)
-                return 0 if "Complete" in said else 1
+            status = self.status(identity)
+            if "Complete" in status or "Failed" in status:
+                print(f"k8s:{identity} has ended: {status}", flush=True)
+                return 0 if "Complete" in status else 1
             time.sleep(2)
 
     def cancel(self, identity: str) -> None:
-        name, where = _found(identity)
+        name, where = _parse_identity(identity)
         kinds = [f"{kind}/{name}" for kind in ("job", "service", "configmap")] + [f"secret/{_secret(name)}"]
         output_of([tool("kubectl", "--k8s"), *where, "delete", "--wait=false", *kinds, "--ignore-not-found"])
 
     def status(self, identity: str) -> str:
-        name, where = _found(identity)
+        name, where = _parse_identity(identity)
         figures = "{.status.active} active, {.status.succeeded} succeeded, {.status.failed} failed"
         path = f"jsonpath={figures}" + "{range .status.conditions[*]}, {.type}{end}"
         return output_of([tool("kubectl", "--k8s"), *where, "get", "job", name, "-o", path]).strip()
@@ -147,26 +163,26 @@ def _secret(name: str) -> str:
     return f"{name}-meeting"  # the one with the run's own name is the user's
 
 
-def _found(identity: str) -> tuple[str, list[str]]:
+def _parse_identity(identity: str) -> tuple[str, list[str]]:
     namespace, dot, name = identity.rpartition(".")
     return name, ["-n", namespace] if dot else []
 
 
-def _claim(asked: Submission) -> tuple[str | None, str]:
-    """The volume for the output, which has to be one: pods' own disks are not shared, and end with them."""
-    written = PurePosixPath(asked.written)
-    if asked.volume is None:
-        if asked.hosts.most > 1:
-            problem, remedy = (
-                "is needed: hosts share the output folder",
-                "write --volume CLAIM:PATH, e.g. outputs:/outputs",
-            )
+def _claim(submission: Submission) -> tuple[str | None, str]:
+    """The output volume and its path; required for several hosts, as pods' own disks are not shared or persistent."""
+    written = PurePosixPath(submission.written)
+    if submission.volume is None:
+        if submission.hosts.most > 1:
+            problem = "is needed: hosts share the output folder"
+            remedy = "write --volume CLAIM:PATH, e.g. outputs:/outputs"
             raise UserError("--volume", None, problem, remedy)
         return None, "/"
-    claim, _, path = asked.volume.partition(":")
+    claim, _, path = submission.volume.partition(":")
     if not re.fullmatch(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?", claim) or not path.startswith("/"):
-        raise UserError("--volume", asked.volume, "is no claim and path", "write CLAIM:PATH, e.g. outputs:/outputs")
+        raise UserError(
+            "--volume", submission.volume, "is no claim and path", "write CLAIM:PATH, e.g. outputs:/outputs"
+        )
     if written.is_absolute() and not written.is_relative_to(path):
         problem = f"is not on the volume, which is at {path}"
-        raise UserError("output", asked.written, problem, f"use a relative folder, or one below {path}")
+        raise UserError("output", submission.written, problem, f"use a relative folder, or one below {path}")
     return claim, path

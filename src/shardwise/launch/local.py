@@ -20,7 +20,7 @@ from shardwise.core.cpu_probe import cpu_env, threads_for
 from shardwise.core.errors import Interrupted, OutOfMemory, RunFailed, WordedUserError
 from shardwise.core.redact import redact
 from shardwise.foresight.prepare import write_resolved_run
-from shardwise.launch.group import POLL, let_them_speak
+from shardwise.launch.group import POLL, await_other_ranks
 from shardwise.resolved_run import ResolvedRun
 from shardwise.train.status import STACKS, logs_of, read_status
 
@@ -33,41 +33,41 @@ LOST_PEER = ("Connection closed by peer", "Connection reset", "Broken pipe", *TI
 PASSING = ("CUDA error", "Input/output error", "Stale file handle", "Resource temporarily unavailable")
 
 
-def launch(job: ResolvedRun) -> None:
-    """Runs a job on local ranks; returns when it finished, raises RunFailed, UserError or Interrupted otherwise.
+def launch(resolved: ResolvedRun) -> None:
+    """Runs local ranks to the end; raises RunFailed, UserError or Interrupted if they do not finish.
 
-    A run that lost a rank is started again from its last checkpoint, as often as `restarts` says.
+    A run that lost a rank is restarted from its last checkpoint, at most `restarts` times.
     """
     from shardwise.checkpoint.host_copies import freed
     from shardwise.launch.restarts import Lost, Restarts
     from shardwise.parallel.offload.disk import remove_left_overs
 
-    logs_of(job.output).mkdir(parents=True, exist_ok=True)
-    logs = logs_of(job.output)
+    logs_of(resolved.output).mkdir(parents=True, exist_ok=True)
+    logs = logs_of(resolved.output)
     # Only ours: the folder may hold others' files too.
     for earlier in (*logs.glob("rank-*.*"), *logs.glob("start-*/rank-*.*"), *logs.glob(FAILURE)):
         earlier.unlink()
-    restarts = Restarts(job)
-    with freed(job.output, kept_after=Lost), _Signals() as signals, _kept(logs / FAILURE):
+    restarts = Restarts(resolved)
+    with freed(resolved.output, resumable=Lost), _Signals() as signals, _record_failure(logs / FAILURE):
         for number in itertools.count(1):
             try:
-                return _attempt(job, signals)
+                return _attempt(resolved, signals)
             except Lost as failure:
                 if signals.received:
                     raise
-                job, told = restarts.after(failure)
+                resolved, message = restarts.after(failure)
                 for name in ("rank-", STACKS):  # see _keep_logs
-                    told = told.replace(f"{logs / name}", f"{logs / f'start-{number}' / name}")
-                told = re.sub(r": kill -CONT \d+ lets it go on", "", told)  # it was ended with the others
-                print(f"\n{told}", file=sys.stderr, flush=True)
-                _keep_logs(logs, number)
+                    message = message.replace(f"{logs / name}", f"{logs / f'start-{number}' / name}")
+                message = re.sub(r": kill -CONT \d+ lets it go on", "", message)  # it was ended with the others
+                print(f"\n{message}", file=sys.stderr, flush=True)
+                _move_logs(logs, number)
             finally:
-                remove_left_overs(job.offload_folder)  # of ranks that could not do so themselves
+                remove_left_overs(resolved.offload_folder)  # of ranks that could not do so themselves
 
 
 @contextlib.contextmanager
-def _kept(file: Path) -> Iterator[None]:
-    """Writes down what the run ended with, for whoever looks at its folder later."""
+def _record_failure(file: Path) -> Iterator[None]:
+    """Writes the failure of the run to a file in its folder."""
     try:
         yield
     except RunFailed as failure:
@@ -75,22 +75,22 @@ def _kept(file: Path) -> Iterator[None]:
         raise
 
 
-def _attempt(job: ResolvedRun, signals: _Signals) -> None:
+def _attempt(resolved: ResolvedRun, signals: _Signals) -> None:
     import torch.distributed as dist
 
-    logs = logs_of(job.output)
-    job_file = job.output / "job.json"
-    write_resolved_run(job, job_file)
+    logs = logs_of(resolved.output)
+    job_file = resolved.output / "job.json"
+    write_resolved_run(resolved, job_file)
     # The supervisor hosts the meeting point, so there is no race for a port and no rank is special.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
-    ranks = int(job.run.ranks)
+    ranks = int(resolved.run.ranks)
     children = signals.children
     children.clear()
     try:
         for rank in range(ranks):
             if not signals.received:
-                children.append(_start(job, job_file, rank, ranks, store.port, logs))
-        _watch(children, signals, logs, job)
+                children.append(_start(resolved, job_file, rank, ranks, store.port, logs))
+        _watch(children, signals, logs, resolved)
     finally:
         for child in children:
             if child.poll() is None:
@@ -99,15 +99,17 @@ def _attempt(job: ResolvedRun, signals: _Signals) -> None:
             child.wait()
 
 
-def _keep_logs(logs: Path, number: int) -> None:
-    """What the ranks of a start that failed have written, out of the way of the next ones'."""
+def _move_logs(logs: Path, number: int) -> None:
+    """Moves the logs of a failed start away, for those of the next one."""
     folder = logs / f"start-{number}"
     folder.mkdir(exist_ok=True)
     for file in (*logs.glob("rank-*.*"), *logs.glob(STACKS)):
         file.rename(folder / file.name)
 
 
-def _start(job: ResolvedRun, job_file: Path, rank: int, ranks: int, port: int, logs: Path) -> subprocess.Popen[bytes]:
+def _start(
+    resolved: ResolvedRun, job_file: Path, rank: int, ranks: int, port: int, logs: Path
+) -> subprocess.Popen[bytes]:
     threads = threads_for(ranks)
     env = os.environ | {
         "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks),
@@ -115,8 +117,8 @@ def _start(job: ResolvedRun, job_file: Path, rank: int, ranks: int, port: int, l
         "TOKENIZERS_PARALLELISM": "false",
     }  # fmt: skip
     env.setdefault("OMP_NUM_THREADS", str(threads))
-    if job.run.device == "cpu":
-        env |= cpu_env(job.run.precision)
+    if resolved.run.device == "cpu":
+        env |= cpu_env(resolved.run.precision)
         env.setdefault("GLOO_SOCKET_IFNAME", "lo")
     with (logs / f"rank-{rank}.log").open("wb") as log:
         # A session of its own keeps the terminal's Ctrl-C from reaching the ranks directly: we pass it on, once.
@@ -127,7 +129,7 @@ def _start(job: ResolvedRun, job_file: Path, rank: int, ranks: int, port: int, l
 
 
 class _Signals:
-    """Passes Ctrl-C and SIGTERM on to the ranks; the second one ends them."""
+    """Forwards Ctrl-C and SIGTERM to the ranks; a second one kills them."""
 
     def __init__(self) -> None:
         self.children: list[subprocess.Popen[bytes]] = []
@@ -145,7 +147,8 @@ class _Signals:
             signal.signal(number, handler)
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
-        self.hurried, self.received = bool(self.received), self.received or number
+        self.hurried = bool(self.received)
+        self.received = self.received or number
         if not self.hurried:
             print("\n" + STOPPING.format(again=AGAIN[signal.Signals(number)]), file=sys.stderr, flush=True)
         for child in self.children:
@@ -153,25 +156,26 @@ class _Signals:
                 child.send_signal(signal.SIGKILL if self.hurried else number)
 
 
-def _watch(children: list[subprocess.Popen[bytes]], signals: _Signals, logs: Path, job: ResolvedRun) -> None:
+def _watch(children: list[subprocess.Popen[bytes]], signals: _Signals, logs: Path, resolved: ResolvedRun) -> None:
     while True:
-        codes, number = [child.poll() for child in children], signals.received
+        codes = [child.poll() for child in children]
+        number = signals.received
         if children and all(code == 0 for code in codes):
             return
         if signals.hurried and None not in codes:
-            raise Interrupted(f"ended at once; {_how_to_go_on(job)}", 128 + number)
+            raise Interrupted(f"ended at once; {_how_to_resume(resolved)}", 128 + number)
         # A rank that the signal met before it could handle it dies of it: there was nothing to save yet.
-        asked = (0, 128 + number, -number) if number else (0,)
-        if number and all(code in asked for code in codes):
-            raise Interrupted(f"stopped; {_how_to_go_on(job)}", 128 + number)
-        if any(code not in (None, *asked) for code in codes) and not signals.hurried:
-            let_them_speak(children)
-            raise _explain([child.poll() for child in children], logs, job)
+        stopped_codes = (0, 128 + number, -number) if number else (0,)
+        if number and all(code in stopped_codes for code in codes):
+            raise Interrupted(f"stopped; {_how_to_resume(resolved)}", 128 + number)
+        if any(code not in (None, *stopped_codes) for code in codes) and not signals.hurried:
+            await_other_ranks(children)
+            raise _explain([child.poll() for child in children], logs, resolved)
         time.sleep(POLL)
 
 
-def _explain(codes: list[int | None], logs: Path, job: ResolvedRun) -> Exception:
-    """The one cause among the deaths: a killed rank before a lost connection, the user's mistake before both."""
+def _explain(codes: list[int | None], logs: Path, resolved: ResolvedRun) -> Exception:
+    """The root cause among the failed ranks: user errors first, then killed ranks, then lost connections."""
     from shardwise.launch.restarts import Lost, Wrong
 
     notes = {}
@@ -182,27 +186,35 @@ def _explain(codes: list[int | None], logs: Path, job: ResolvedRun) -> Exception
     if mistakes:
         return WordedUserError(mistakes[0]["reason"])
     if stalls := [note for note in notes.values() if note["kind"] == "stall"]:
-        return Lost(f"{stalls[0]['reason']}\n  → {_how_to_go_on(job)}")
+        return Lost(f"{stalls[0]['reason']}\n  → {_how_to_resume(resolved)}")
     if gone_wrong := [note for note in notes.values() if note["kind"] == "back"]:
-        return Wrong(f"{gone_wrong[0]['reason']}\n  → {_how_to_go_on(job)}")
+        return Wrong(f"{gone_wrong[0]['reason']}\n  → {_how_to_resume(resolved)}")
     killed = [rank for rank, code in enumerate(codes) if code is not None and code < 0 and rank not in notes]
     waited = any(word in note["reason"] for note in notes.values() for word in TIMED_OUT)
     silent = [rank for rank, code in enumerate(codes) if code is None]
     first = [n for n in notes.values() if not any(word in n["reason"] for word in LOST_PEER)] or list(notes.values())
     kind: type[RunFailed] = Lost
     if killed:
-        rank, number = killed[0], -(codes[killed[0]] or 0)
+        rank = killed[0]
+        number = -(codes[killed[0]] or 0)
         step, doing = read_status(logs / f"rank-{rank}.status")
         reason = f"it was killed by {signal.Signals(number).name}{_guess(number)}"
     elif silent and waited:
         rank = silent[0]
         step, doing = read_status(logs / f"rank-{rank}.status")
-        reason = f"the others waited {job.run.timeout:g} s for it in vain (timeout); raise timeout if it was only slow"
+        reason = (
+            f"the others waited {resolved.run.timeout:g} s for it in vain (timeout); raise timeout if it was only slow"
+        )
     elif first:
         note = min(first, key=lambda n: n["time"])
-        rank, step, doing, reason = note["rank"], note["step"], note["doing"], note["reason"]
+        rank = note["rank"]
+        step = note["step"]
+        doing = note["doing"]
+        reason = note["reason"]
         transient = any(word in reason for word in (*LOST_PEER, *PASSING))
-        kind = OutOfMemory if note.get("memory") else Lost if transient else RunFailed
+        kind = Lost if transient else RunFailed
+        if note.get("memory"):
+            kind = OutOfMemory
     else:
         rank = next(r for r, code in enumerate(codes) if code not in (0, None))
         step, doing = read_status(logs / f"rank-{rank}.status")
@@ -210,7 +222,7 @@ def _explain(codes: list[int | None], logs: Path, job: ResolvedRun) -> Exception
     return kind(
         f"rank {rank} failed at step {step} while {doing}: {reason}\n"
         f"  log: {logs / f'rank-{rank}.log'}\n"
-        f"  → {_how_to_go_on(job)}"
+        f"  → {_how_to_resume(resolved)}"
     )
 
 
@@ -222,14 +234,15 @@ def _guess(number: int) -> str:
     }.get(signal.Signals(number), "")
 
 
-def _how_to_go_on(job: ResolvedRun) -> str:
+def _how_to_resume(resolved: ResolvedRun) -> str:
     from shardwise.checkpoint.folders import list_checkpoints, newest_step
     from shardwise.checkpoint.host_copies import newest_copy
 
-    root, copied = job.output / "checkpoints", newest_copy(job.output)
-    found = list_checkpoints(root)
+    root = resolved.output / "checkpoints"
+    copied = newest_copy(resolved.output)
+    checkpoints = list_checkpoints(root)
     if copied > newest_step(root):
         return f"the same command goes on from the copy of step {copied} in memory, while this host is up"
-    if not found:
+    if not checkpoints:
         return "no checkpoint was written yet: the same command starts afresh"
-    return f"the same command goes on from {found[-1].name}"
+    return f"the same command goes on from {checkpoints[-1].name}"

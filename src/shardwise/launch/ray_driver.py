@@ -1,8 +1,8 @@
-"""The driver of a Ray job: one agent on each node, more when nodes come, until the run ends.
+"""Driver of a Ray job: one agent on each node, more when nodes join, until the run ends.
 
-Agents are placed node by node (node affinity), not by a placement group: its bundles are fixed when it is made, so a
-node that comes later could not be taken in. Each agent reserves its node's share by itself, and waits for the others at
-the meeting, which is the gang scheduling of this.
+Agents are placed node by node (node affinity), not by a placement group: its bundles are fixed when it is created, so a
+node that joins later could not be used. Each agent reserves its node's resources by itself, and waits for the others at
+the rendezvous, which replaces gang scheduling.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ LOST = -1  # the node where the agents meet is gone: all begin anew elsewhere
 
 
 class Host:
-    """On a node: its agent's process."""
+    """Ray actor that runs the agent process of a node."""
 
     def __init__(self) -> None:
         self._lines: list[str] = []
         self._process: subprocess.Popen[str] | None = None
 
     def place(self) -> tuple[str, int]:
-        """An address and a port where agents could meet."""
+        """An address and a free port for the rendezvous."""
         import ray
 
         from shardwise.launch.rendezvous_link import free_port
@@ -38,7 +38,7 @@ class Host:
         return str(ray.util.get_node_ip_address()), free_port()
 
     def start(self, command: str, token: str) -> None:
-        """Starts the agent; its input stays open as long as this node's part of the job lives."""
+        """Starts the agent; its input stays open as long as this actor lives."""
         from shardwise.launch.token import VARIABLE
 
         self._process = subprocess.Popen(
@@ -52,7 +52,7 @@ class Host:
         self._lines.extend(self._process.stdout)
 
     def poll(self) -> tuple[int | None, list[str]]:
-        """The exit code, and what was said since the last time."""
+        """The exit code, and the output since the last call."""
         assert self._process is not None
         code = self._process.poll()
         count = len(self._lines)
@@ -60,14 +60,14 @@ class Host:
         return code, lines
 
     def stop(self) -> None:
-        """Asks for the end: ranks save."""
+        """Asks the agent to stop: ranks save."""
         assert self._process is not None and self._process.stdin is not None
         self._process.stdin.write("stop\n")
         self._process.stdin.flush()
 
 
 def main(spec: dict[str, Any]) -> int:
-    """Runs agents until the run ends."""
+    """Runs agents until the run ends; returns the exit code."""
     import ray
 
     ray.init(address="auto", log_to_driver=False)
@@ -76,7 +76,9 @@ def main(spec: dict[str, Any]) -> int:
         signal.signal(number, lambda *_: stopping.set())
     from shardwise.launch.token import make_token
 
-    token, code = make_token(), LOST  # made here: what is submitted with a job, Ray keeps and shows
+    # made here: what is submitted with a job, Ray keeps and shows
+    token = make_token()
+    code = LOST
     while code == LOST and not stopping.is_set():
         code = _gather(spec, token, stopping)
     return code if code != LOST else 143
@@ -87,19 +89,21 @@ def _gather(spec: dict[str, Any], token: str, stopping: threading.Event) -> int:
 
     hosts: dict[str, Any] = {}  # node → its Host
     codes: dict[str, int] = {}
-    meet, first, asked = "", "", False
+    meet = ""
+    first = ""
+    stop_sent = False
     while True:
         free = [node for node in _nodes(spec) if node not in hosts and node not in codes]
         for node in free[: spec["most"] - len(hosts)] if not stopping.is_set() else ():
-            found = _start(spec, token, node, meet, len(codes) + len(hosts))
-            if found is not None:
-                hosts[node], meet = found
+            started = _start(spec, token, node, meet, len(codes) + len(hosts))
+            if started is not None:
+                hosts[node], meet = started
                 first = first or node
         for node, host in list(hosts.items()):
             try:
                 code, lines = ray.get(host.poll.remote(), timeout=30)
                 print("".join(lines), end="", flush=True)
-                if stopping.is_set() and not asked:
+                if stopping.is_set() and not stop_sent:
                     ray.get(host.stop.remote(), timeout=30)
             except (ray.exceptions.RayError, TimeoutError):
                 print(f"node {node[:8]} is lost", flush=True)
@@ -114,7 +118,7 @@ def _gather(spec: dict[str, Any], token: str, stopping: threading.Event) -> int:
                 codes[node] = code
                 del hosts[node]
                 ray.kill(host)
-        asked = asked or stopping.is_set()
+        stop_sent = stop_sent or stopping.is_set()
         if codes and not hosts:
             return codes.get(first, max(codes.values()))
         if stopping.is_set() and not hosts:
@@ -135,19 +139,19 @@ def _nodes(spec: dict[str, Any]) -> list[str]:
 
 
 def _start(spec: dict[str, Any], token: str, node: str, meet: str, number: int) -> tuple[Any, str] | None:
-    """An agent on a node, and where they meet; None if the node has no room just now."""
+    """Starts an agent on a node; returns it with the rendezvous address, None if the node has no room."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     strategy = NodeAffinitySchedulingStrategy(node, soft=False)
-    made = ray.remote(Host).options(
+    actor = ray.remote(Host).options(
         num_cpus=spec["cpus"], num_gpus=spec["gpus"], scheduling_strategy=strategy, max_concurrency=2
     )
-    host = made.remote()
+    host = actor.remote()
     try:
         address, port = ray.get(host.place.remote(), timeout=60)
         meet = meet or f"{address}:{spec['port'] or port}"
-        command = f"{spec['node']} --name node-{number}-{node[:6]} --meet {meet}"
+        command = f"{spec['node']} --name node-{number}-{node[:6]} --rendezvous {meet}"
         ray.get(host.start.remote(command, token), timeout=60)
         return host, meet
     except (ray.exceptions.RayError, TimeoutError) as error:

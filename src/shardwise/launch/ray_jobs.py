@@ -17,41 +17,47 @@ NO_AGENT = "No available agent"  # Ray's words, after it has waited itself
 
 
 class RayJobs:
-    """Ray's job submission."""
+    """Launches through Ray's job submission API."""
 
     def __init__(self, address: str | None = None) -> None:
         self._address = address
         self._client: Any = None
 
-    def text(self, asked: Submission) -> str:
-        if asked.passed:
+    def text(self, submission: Submission) -> str:
+        if submission.passed:
             raise UserError(
-                "--env", asked.passed[0], "Ray keeps values with the job", "write NAME=VALUE if that is fine"
+                "--env", submission.passed[0], "Ray keeps values with the job", "write NAME=VALUE if that is fine"
             )
-        node = asked.node(HERE, "--id", asked.name, "--listen")
+        node = submission.node(HERE, "--id", submission.name, "--listen")
+        folder = f"cd {shlex.quote(str(submission.folder))}"
+        script = [folder, *submission.exports(), *submission.lines, f"exec {node}"]
         spec = {
-            "node": "\n".join([f"cd {shlex.quote(str(asked.folder))}", *asked.exports(), *asked.lines, f"exec {node}"]),
-            "least": asked.hosts.least, "most": asked.hosts.most, "cpus": asked.cpus or 1, "gpus": asked.gpus or 0,
-            "port": asked.port, "grace": asked.grace,
-        }  # fmt: skip
+            "node": "\n".join(script),
+            "least": submission.hosts.least,
+            "most": submission.hosts.most,
+            "cpus": submission.cpus or 1,
+            "gpus": submission.gpus or 0,
+            "port": submission.port,
+            "grace": submission.grace,
+        }
         return shlex.join([HERE[0], "-m", "shardwise.launch.ray_driver", json.dumps(spec)]) + "\n"
 
-    def submit(self, asked: Submission, text: str) -> str:
+    def submit(self, submission: Submission, text: str) -> str:
         # Without this Ray kills the driver 3 s after it was asked to stop, and nothing is saved.
-        env = {"RAY_JOB_STOP_WAIT_TIME_S": str(asked.grace + 30)}
-        identity = f"{asked.name}-{int(time.time())}"
+        env = {"RAY_JOB_STOP_WAIT_TIME_S": str(submission.grace + 30)}
+        identity = f"{submission.name}-{int(time.time())}"
         self._ask(
             lambda ray: ray.submit_job(entrypoint=text.strip(), submission_id=identity, runtime_env={"env_vars": env})
         )
         return identity
 
-    def follow(self, identity: str, asked: Submission) -> int:
-        shown = 0
+    def follow(self, identity: str, submission: Submission) -> int:
+        printed = 0
         while True:
             status = self.status(identity)
             log = self._ask(lambda ray: ray.get_job_logs(identity))
-            print(log[shown:], end="", flush=True)
-            shown = len(log)
+            print(log[printed:], end="", flush=True)
+            printed = len(log)
             if status in ("succeeded", "failed", "stopped"):
                 print(f"ray:{identity} has ended: {status}", flush=True)
                 return 0 if status == "succeeded" else 1
@@ -64,7 +70,7 @@ class RayJobs:
         return str(self._ask(lambda ray: ray.get_job_status(identity)).value).lower()
 
     def _ask(self, question: Callable[[Any], Any]) -> Any:
-        """Asks the dashboard; its refusal is the user's to read."""
+        """Calls the dashboard; its error is shown to the user."""
         address = _address(self._address)
         try:
             return question(self._found(address))
@@ -83,8 +89,8 @@ class RayJobs:
         return self._client
 
 
-def _address(given: str | None) -> str:
-    return given or os.environ.get("RAY_ADDRESS") or ADDRESS
+def _address(address: str | None) -> str:
+    return address or os.environ.get("RAY_ADDRESS") or ADDRESS
 
 
 def _connect(address: str) -> Any:

@@ -1,14 +1,15 @@
-"""Which hosts train together: the book that one host keeps, and every host's agent asks once a second.
+"""Decides which hosts train together: state kept by one host (the keeper), polled by every host's agent once a second.
 
 A round is a list of hosts that run one world of ranks. The keeper alone forms rounds, so hosts that are cut off from it
-never go on by themselves, and two halves of a cluster cannot both write the checkpoints. It knows the hosts by what
-they report, and forgets those that have been silent for too long, by its own clock: clocks of hosts need not agree.
+never continue by themselves, and two halves of a cluster cannot both write checkpoints. It knows the hosts by their
+reports, and drops those that have been silent for too long, by its own clock: clocks of hosts need not agree.
 
-Torch's elastic agent and rendezvous do a related thing. They are not used here because they start a user's mistake anew
-like any other failure, learn of a lost host only when a collective times out (10 minutes, where a missed report takes
-seconds), and give ranks 30 s to save when hosts change, whatever they have to save.
+Torch's elastic agent and rendezvous are related. They are not used here because they restart after a user error like
+after any other failure, notice a lost host only when a collective times out (10 minutes, where a missed report takes
+seconds), and give ranks a fixed time to save when hosts change (30 s, or torch 2.13's --shutdown-timeout), whatever
+they have to save.
 
-No sockets and no clock in here: `link` brings the reports, with the time.
+No sockets and no clock in here: `rendezvous_link` delivers the reports, with the time.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ Order = Literal["wait", "run", "stop", "kill", "end"]
 
 @dataclass(frozen=True)
 class Rules:
-    """How many hosts, and how patient the keeper is (seconds)."""
+    """Allowed number of hosts, and the keeper's timeouts (seconds)."""
 
     least: int
     most: int
@@ -33,7 +34,7 @@ class Rules:
 
 @dataclass(frozen=True)
 class HostReport:
-    """What a host says of itself."""
+    """A host's report about itself."""
 
     host: str  # unique: a restarted agent is another one
     name: str
@@ -47,14 +48,14 @@ class HostReport:
 
     @classmethod
     def read(cls, values: dict[str, Any]) -> HostReport:
-        """From what came over the network; ValueError if it is no report: it must not get into the book."""
+        """Parses a report from the network; raises ValueError if it is invalid."""
         report = cls(**values)
         for name in (report.host, report.name):  # one becomes the name of a file, both are written to terminals
             if not isinstance(name, str) or not 0 < len(name) <= 300 or not name.isprintable() or "/" in name:
                 raise ValueError("no name")
-        for number, least, most in ((report.ranks, 1, 1 << 16), (report.port, 1, 65535), (report.round, 0, 1 << 31),
+        for number, least, limit in ((report.ranks, 1, 1 << 16), (report.port, 1, 65535), (report.round, 0, 1 << 31),
                                     (report.code, -255, 255), (report.step, -1, 1 << 53)):  # fmt: skip
-            if type(number) is not int or not least <= number <= most:
+            if type(number) is not int or not least <= number <= limit:
                 raise ValueError("no number")
         if report.state not in get_args(State) or not isinstance(report.words, str):
             raise ValueError("no state")
@@ -75,7 +76,7 @@ class Seat:
 
 @dataclass(frozen=True)
 class RoundOrder:
-    """What the host is to do; `seats` for a round to run, `code` and `words` for the end."""
+    """The keeper's order to a host; `seats` of a round to run, `code` and `words` of the end."""
 
     order: Order
     round: int = 0
@@ -100,7 +101,7 @@ class _KnownHost:
 
 @dataclass
 class Rendezvous:
-    """The keeper's book: `hear` a report, get the answer."""
+    """The keeper's state: call `hear` with a report, get the order."""
 
     rules: Rules
     keeper: str = ""  # the host that keeps it: it has rank 0, whose output a user follows
@@ -117,7 +118,7 @@ class Rendezvous:
     _last: tuple[str, ...] = ()  # the order of the last round's hosts
 
     def hear(self, report: HostReport, address: str, now: float) -> RoundOrder:
-        """Takes a report in and says what this host is to do."""
+        """Records a report and returns the order for this host."""
         known = self._hosts.get(report.host)
         self._hosts[report.host] = _KnownHost(report, address, known.since if known else now, now)
         if known is None:
@@ -131,7 +132,7 @@ class Rendezvous:
         return self._answer(report)
 
     def all_told(self, now: float) -> bool:
-        """Whether every host that is still there knows of the end."""
+        """Whether every remaining host has been informed of the end."""
         self._forget_silent(now)
         return self.ending is not None and set(self._hosts) <= self._told
 
@@ -165,7 +166,7 @@ class Rendezvous:
             self._break("stop", f"{report.name} joins: the ranks save and start anew with it")
 
     def _advance(self, now: float) -> None:
-        """Ends a round that has nothing left, and begins one when enough hosts wait."""
+        """Ends a round without remaining hosts, and begins one when enough hosts wait."""
         if self.seats:
             states = [self._state_in_round(seat) for seat in self.seats]
             over = self._breaking is not None and "running" not in states
@@ -173,7 +174,8 @@ class Rendezvous:
             if all(state == "done" for state in states) or (over and "done" in states):
                 self._end(0, "")
             elif over:
-                self.seats, self._breaking = (), None
+                self.seats = ()
+                self._breaking = None
         if self.seats or self.ending is not None:
             return
         ready = [h for h in self._hosts.values() if h.report.state in ("waiting", "failed", "done")]
@@ -195,7 +197,7 @@ class Rendezvous:
         return report.state if report.round == self.round or self._breaking is not None else "running"
 
     def _choose(self, ready: list[_KnownHost]) -> list[_KnownHost]:
-        """More hosts than may take part: those of the last round, then who came first."""
+        """Selects hosts if there are too many: those of the last round, then in order of arrival."""
         return sorted(ready, key=lambda h: (h.report.host not in self._last, h.since))[: self.rules.most]
 
     def _begin(self, hosts: list[_KnownHost]) -> None:
@@ -217,7 +219,7 @@ class Rendezvous:
         self.notes.append(f"round {self.round}: {len(self.seats)} hosts, {ranks} ranks ({where})")
 
     def _count_failure(self, names: frozenset[str]) -> None:
-        """A failure counts if the same hosts met it: that a host was lost is no fault of the run."""
+        """Counts a failure if the same hosts meet again: a lost host is not the run's fault."""
         assert self._failed is not None
         hosts, step, words = self._failed
         self._failed = None
@@ -226,8 +228,8 @@ class Rendezvous:
         self.failures = self.failures + 1 if step <= self._step else 1
         self._step = max(step, self._step)
         if self.failures > self.rules.restarts:
-            again = f"it failed {self.failures} times without a new checkpoint: not started again (--restarts)"
-            self._end(1, f"{words}\n  → {again}")
+            remark = f"it failed {self.failures} times without a new checkpoint: not started again (--restarts)"
+            self._end(1, f"{words}\n  → {remark}")
         else:
             self.notes.append(f"restart {self.failures} of {self.rules.restarts}")
 

@@ -1,10 +1,10 @@
-"""How hosts' agents reach the book of the meeting: one line of JSON there and one back, a connection each time.
+"""Transport of the rendezvous: one JSON line each way, over a new connection each time.
 
-A connection that lasts would outlive a cut link and hang; one per second that is given two seconds cannot.
+A persistent connection would outlive a cut link and hang; one per second with a timeout of two seconds cannot.
 
-On the wire: the keeper sends a number that it drew; the host sends one of its own, its report and the proof that it
-knows the run's token (token.py); the keeper sends its answer with a proof of its own. Lines of bounded length and
-time, JSON and nothing that could run; what a report says is checked before it gets into the book.
+Protocol: the keeper sends a nonce; the host sends its own, its report and a proof that it knows the run's token
+(token.py); the keeper replies with its order and its own proof. Lines have bounded length and time and contain JSON
+only; reports are validated before they are used.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ STRANGER = "what answers there does not know this run's token"
 
 @dataclass(frozen=True)
 class RendezvousAddress:
-    """Where hosts meet, and the run's name there: agents of another run are turned away."""
+    """Address of the rendezvous, and the run's name there: agents of another run are rejected."""
 
     host: str
     port: int
@@ -49,7 +49,7 @@ class RendezvousAddress:
             return cls(*split_address(text), run, token)
         except ValueError:
             problem = "is no address of a host and port"
-            raise UserError("--meet", text, problem, "write e.g. --meet node-1:29400") from None
+            raise UserError("--rendezvous", text, problem, "write e.g. --rendezvous node-1:29400") from None
 
     def is_loopback(self) -> bool:
         """Whether only this host can reach it."""
@@ -58,12 +58,12 @@ class RendezvousAddress:
         return is_loopback(self.host)
 
     def is_here(self) -> bool:
-        """Whether this host has that address: found by trying to take it."""
+        """Whether this host has that address, tested by binding to it."""
         try:
-            found = socket.getaddrinfo(self.host, 0, type=socket.SOCK_STREAM)
+            candidates = socket.getaddrinfo(self.host, 0, type=socket.SOCK_STREAM)
         except OSError:
             return False
-        for family, kind, protocol, _, address in found:
+        for family, kind, protocol, _, address in candidates:
             with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as trial:
                 trial.bind(address)
                 return True
@@ -71,7 +71,7 @@ class RendezvousAddress:
 
 
 class Line:
-    """The way to the keeper. Its address is looked up while nothing runs: a name server may be cut off as well."""
+    """Client of the keeper. Its address is resolved while no ranks run: the name server may be cut off as well."""
 
     def __init__(self, place: RendezvousAddress) -> None:
         self._place = place
@@ -80,11 +80,11 @@ class Line:
         self.trouble = ""  # why nobody could be asked the last time
 
     def ask(self, report: HostReport) -> RoundOrder | None:
-        """Reports to the keeper; None if it cannot be reached."""
+        """Sends a report to the keeper; None if it cannot be reached."""
         try:
             if self._address is None or report.state != "running":
-                found = socket.getaddrinfo(self._place.host, self._place.port, type=socket.SOCK_STREAM)
-                self._address = str(found[0][4][0])
+                resolved = socket.getaddrinfo(self._place.host, self._place.port, type=socket.SOCK_STREAM)
+                self._address = str(resolved[0][4][0])
             values = self._exchange(self._address, {"run": self._place.run, "report": asdict(report)})
             if values is None:
                 self.trouble = STRANGER
@@ -103,41 +103,43 @@ class Line:
         return None
 
     def _exchange(self, address: str, message: dict[str, Any]) -> dict[str, Any] | None:
-        token, deadline = self._place.token, time.monotonic() + WAIT
+        token = self._place.token
+        deadline = time.monotonic() + WAIT
         with socket.create_connection((address, self._place.port), WAIT) as connection:
-            theirs, ours = str(_object(_line(connection, LONGEST, deadline))["number"]), secrets.token_hex(16)
+            peer_nonce = str(_object(_line(connection, LONGEST, deadline))["number"])
+            own_nonce = secrets.token_hex(16)
             words = json.dumps(message)
-            shown = tokens.proof(token, "host", (theirs, ours), words.encode())
-            _send(connection, {"number": ours, "words": words, "proof": shown}, deadline)
-            said = _object(_line(connection, LONGEST_ANSWER, deadline))
-        if "words" not in said:  # it does not take us for one of the run's, and so signs nothing
-            self._turned_away(str(said["refused"])[:200])
+            proof = tokens.proof(token, "host", (peer_nonce, own_nonce), words.encode())
+            _send(connection, {"number": own_nonce, "words": words, "proof": proof}, deadline)
+            reply = _object(_line(connection, LONGEST_ANSWER, deadline))
+        if "words" not in reply:  # it does not take us for one of the run's, and so signs nothing
+            self._turned_away(str(reply["refused"])[:200])
             return None
-        words = str(said["words"])
-        if not tokens.same(said["proof"], tokens.proof(token, "keeper", (theirs, ours), words.encode())):
+        words = str(reply["words"])
+        if not tokens.same(reply["proof"], tokens.proof(token, "keeper", (peer_nonce, own_nonce), words.encode())):
             self._turned_away(STRANGER)
             return None
         return _object(words.encode())
 
     def _turned_away(self, why: str) -> None:
-        """A mistake if it was so from the beginning; later a stranger has taken the place, and is not listened to."""
+        """Raises if we were rejected from the beginning; later on it is another process at that address."""
         if not self._known:
             raise self._mistake(why, f"give all hosts of the run one token: {tokens.HOW}")
 
     def _mistake(self, problem: str, remedy: str) -> UserError:
-        return UserError("--meet", f"{self._place.host}:{self._place.port}", problem, remedy)
+        return UserError("--rendezvous", f"{self._place.host}:{self._place.port}", problem, remedy)
 
 
-def _line(connection: socket.socket, most: int, deadline: float) -> bytes:
-    """A line of so many bytes at most; OSError if it is not there in time, however slowly it trickles in."""
-    found = bytearray()
-    while not found.endswith(b"\n"):
+def _line(connection: socket.socket, limit: int, deadline: float) -> bytes:
+    """Reads a line of at most `limit` bytes; raises OSError after the deadline, however slowly data arrive."""
+    line = bytearray()
+    while not line.endswith(b"\n"):
         connection.settimeout(max(0.001, deadline - time.monotonic()))
-        data = connection.recv(min(65536, most + 1 - len(found)))
-        if not data or len(found) + len(data) > most or time.monotonic() > deadline:
+        received = connection.recv(min(65536, limit + 1 - len(line)))
+        if not received or len(line) + len(received) > limit or time.monotonic() > deadline:
             raise OSError("no answer")
-        found += data
-    return bytes(found)
+        line += received
+    return bytes(line)
 
 
 def _send(connection: socket.socket, values: dict[str, Any], deadline: float) -> None:
@@ -153,7 +155,7 @@ def _object(text: bytes) -> dict[str, Any]:
 
 
 def interface_towards(address: str) -> str | None:
-    """The network interface by which this host reaches an address."""
+    """The network interface through which this host reaches an address."""
     import psutil
 
     try:
@@ -164,32 +166,35 @@ def interface_towards(address: str) -> str | None:
     except OSError:
         return None
     for name, addresses in psutil.net_if_addrs().items():
-        if any(one.address.partition("%")[0] == own for one in addresses):
+        if any(entry.address.partition("%")[0] == own for entry in addresses):
             return str(name)
     return None
 
 
 def free_port() -> int:
-    """A port that nobody listens at just now."""
+    """A port that is currently free."""
     with socket.socket() as trial:
         trial.bind(("", 0))
         return int(trial.getsockname()[1])
 
 
 class Keeper:
-    """Serves the book of a meeting until it is closed."""
+    """Serves a rendezvous until it is closed."""
 
     def __init__(
-        self, place: RendezvousAddress, meeting: Rendezvous, tell: Callable[[str], None] = lambda _: None
+        self, place: RendezvousAddress, meeting: Rendezvous, log: Callable[[str], None] = lambda _: None
     ) -> None:
-        self.meeting, self._place, self._lock = meeting, place, threading.Lock()
-        self._tell, self._refused = tell, set[str]()
+        self.meeting = meeting
+        self._place = place
+        self._lock = threading.Lock()
+        self._log = log
+        self._refused = set[str]()
         keeper = self
 
         class Handler(socketserver.BaseRequestHandler):
             def handle(self) -> None:
                 with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
-                    keeper._converse(self.request, self.client_address[0])
+                    keeper._serve(self.request, self.client_address[0])
 
         # All interfaces: the host's name is often an address of loopback on the host itself.
         everywhere = "::" if ":" in place.host else ""
@@ -206,22 +211,25 @@ class Keeper:
         self._thread = threading.Thread(target=server.serve_forever, args=(0.1,), daemon=True)
         self._thread.start()
 
-    def _converse(self, connection: socket.socket, address: str) -> None:
-        """One host's report and the answer."""
-        token, ours, deadline = self._place.token, secrets.token_hex(16), time.monotonic() + WAIT
-        _send(connection, {"number": ours}, deadline)
-        said = _object(_line(connection, LONGEST, deadline))
-        numbers, words = (ours, str(said["number"])), str(said["words"])
-        if not tokens.same(said["proof"], tokens.proof(token, "host", numbers, words.encode())):
+    def _serve(self, connection: socket.socket, address: str) -> None:
+        """Handles one host's report."""
+        token = self._place.token
+        nonce = secrets.token_hex(16)
+        deadline = time.monotonic() + WAIT
+        _send(connection, {"number": nonce}, deadline)
+        request = _object(_line(connection, LONGEST, deadline))
+        numbers = (nonce, str(request["number"]))
+        words = str(request["words"])
+        if not tokens.same(request["proof"], tokens.proof(token, "host", numbers, words.encode())):
             if address not in self._refused:
                 self._refused.add(address)
-                why = "without this run's token" if token is not None else "with a token, and this host has none"
-                self._tell(f"a host at {address} came {why}, and was refused")
+                reason = "without this run's token" if token is not None else "with a token, and this host has none"
+                self._log(f"a host at {address} came {reason}, and was refused")
             _send(connection, {"refused": NO_TOKEN if token is not None else "the others have no token"}, deadline)
             return
         answer = json.dumps(self._reply(_object(words.encode()), address))
-        shown = tokens.proof(token, "keeper", numbers, answer.encode())
-        _send(connection, {"words": answer, "proof": shown}, deadline)
+        proof = tokens.proof(token, "keeper", numbers, answer.encode())
+        _send(connection, {"words": answer, "proof": proof}, deadline)
 
     def _reply(self, values: dict[str, Any], address: str) -> dict[str, Any]:
         if values["run"] != self._place.run:
@@ -233,13 +241,14 @@ class Keeper:
             return self.meeting.hear(report, address, time.monotonic()).as_json()
 
     def notes(self) -> list[str]:
-        """What happened since they were last asked for."""
+        """Events since the last call."""
         with self._lock:
-            notes, self.meeting.notes = self.meeting.notes, []
+            notes = self.meeting.notes
+            self.meeting.notes = []
         return notes
 
     def finish(self, within: float) -> None:
-        """Waits until every host has been told of the end, if there is one, then closes."""
+        """Waits until every host has been informed of the end, if there is one, then closes."""
         deadline = time.monotonic() + within
         while self.meeting.ending is not None and time.monotonic() < deadline:
             with self._lock:
@@ -259,11 +268,11 @@ class _Server(BoundedThreads, socketserver.TCPServer):
         super().__init__(address, *args, connections=CONNECTIONS, **kwargs)
 
 
-def lead(place: RendezvousAddress, meeting: Rendezvous, tell: Callable[[str], None] = lambda _: None) -> Keeper | None:
-    """Keeps the book if the place is on this host and nobody else here does."""
+def lead(place: RendezvousAddress, meeting: Rendezvous, log: Callable[[str], None] = lambda _: None) -> Keeper | None:
+    """Starts a Keeper if the address belongs to this host and no other process here has it."""
     if not place.is_here():
         return None
     try:
-        return Keeper(place, meeting, tell)
+        return Keeper(place, meeting, log)
     except OSError:
         return None

@@ -1,8 +1,7 @@
-"""Starting a run again after a rank was lost: how often, from where, and when not.
+"""Restarts a run after a rank was lost: how often, from where, and when not.
 
-What is lost to a signal, a broken connection or a stall may go well the next time. A mistake of the user, a device that
-is too small and numbers gone wrong would only happen again. A damaged checkpoint is put aside, so that the run goes on
-from the one before.
+A signal, a broken connection or a stall may not happen again. A user error, a device that is too small and diverged
+numbers would. A damaged checkpoint is renamed, so that the run resumes from the one before.
 """
 
 from __future__ import annotations
@@ -18,55 +17,60 @@ from shardwise.resolved_run import ResolvedRun
 
 
 class Lost(RunFailed):
-    """A rank was lost, or the link to it: what another start may mend."""
+    """A rank, or the connection to it, was lost: a restart may help."""
 
 
 class Wrong(Lost):
-    """Numbers went wrong and the run is to go back: guard.most counts these, not restarts."""
+    """The numbers diverged and the run has to go back: counted by guard.max_recoveries, not by restarts."""
 
 
 class Restarts:
-    """Counts the starts since the last checkpoint that was won."""
+    """Counts restarts since the last new checkpoint."""
 
-    def __init__(self, job: ResolvedRun) -> None:
-        self._job, self._most, self._spent = job, job.run.restarts, 0
-        self._root = job.output / "checkpoints"
+    def __init__(self, resolved: ResolvedRun) -> None:
+        self._resolved = resolved
+        self._most = resolved.run.restarts
+        self._spent = 0
+        self._root = resolved.output / "checkpoints"
         self._before = self._newest()
-        self._known = (self._before, newest_copy(job.output))
+        self._known = (self._before, newest_copy(resolved.output))
 
     def after(self, failure: Lost) -> tuple[ResolvedRun, str]:
-        """The job to start next and what to tell of it; raises the failure where there is to be no other start."""
+        """The run to start next and a message about it; raises the failure if restarts are exhausted."""
         damaged = aside(self._root)
-        newest, copy = self._newest(), newest_copy(self._job.output)
+        newest = self._newest()
+        copy = newest_copy(self._resolved.output)
         if (newest, copy) != self._known:
-            self._known, self._spent = (newest, copy), 0
+            self._known = (newest, copy)
+            self._spent = 0
         counted = not isinstance(failure, Wrong)
         if counted and self._spent >= self._most:
             if self._most:
                 raise Lost(f"{failure}\n  (started again {_times(self._most)} since the last checkpoint)") from failure
             raise failure
         self._spent += counted
-        job, place = self._job, "the beginning"
+        resolved = self._resolved
+        origin = "the beginning"
         if copy > newest_step(self._root) and counted:
-            job = replace(job, run=job.run.model_copy(update={"resume": "auto"}))
-            place = f"the copy of step {copy} in memory"
+            resolved = replace(resolved, run=resolved.run.model_copy(update={"resume": "auto"}))
+            origin = f"the copy of step {copy} in memory"
         elif newest is not None and newest != self._before:  # of this run, so that nothing else is resumed
-            job = replace(job, run=job.run.model_copy(update={"resume": "auto"}))
-            place = newest[0]
-        elif job.run.resume != "never" and newest is not None:
-            place = newest[0] if job.run.resume == "auto" else job.run.resume
-        told = "".join(f"\n  {name} is damaged and was put aside" for name in damaged)
-        seen = "\n".join(line for line in str(failure).splitlines() if not line.startswith("  →"))
+            resolved = replace(resolved, run=resolved.run.model_copy(update={"resume": "auto"}))
+            origin = newest[0]
+        elif resolved.run.resume != "never" and newest is not None:
+            origin = newest[0] if resolved.run.resume == "auto" else resolved.run.resume
+        notes = "".join(f"\n  {name} is damaged and was put aside" for name in damaged)
+        summary = "\n".join(line for line in str(failure).splitlines() if not line.startswith("  →"))
         number = f" ({self._spent} of {self._most})" if counted else ""
-        return job, f"{seen}{told}\n  starting again from {place}{number}"
+        return resolved, f"{summary}{notes}\n  starting again from {origin}{number}"
 
     def _newest(self) -> tuple[str, int] | None:
-        found = list_checkpoints(self._root)
-        return (found[-1].name, found[-1].stat().st_mtime_ns) if found else None
+        checkpoints = list_checkpoints(self._root)
+        return (checkpoints[-1].name, checkpoints[-1].stat().st_mtime_ns) if checkpoints else None
 
 
 def aside(root: Path) -> list[str]:
-    """Renames the newest checkpoints that are not whole; returns their names."""
+    """Renames the newest incomplete checkpoints; returns their names."""
     names = []
     for folder in reversed(list_checkpoints(root)):
         if not verify(folder):

@@ -1,4 +1,4 @@
-"""SkyPilot: a task whose nodes each start an agent; the first of SKYPILOT_NODE_IPS is where they meet."""
+"""SkyPilot: a task whose nodes each start an agent; the first of SKYPILOT_NODE_IPS is the rendezvous."""
 
 from __future__ import annotations
 
@@ -15,52 +15,57 @@ from shardwise.launch.token import VARIABLE, make_token
 
 
 class Sky:
-    """sky launch, logs, cancel, queue."""
+    """Launches through SkyPilot: sky launch, logs, cancel, queue."""
 
-    def text(self, asked: Submission) -> str:
-        if not re.fullmatch(r"[a-zA-Z]([a-zA-Z0-9_.-]*[a-zA-Z0-9])?", asked.name):
-            raise UserError("--name", asked.name, "is no name for a cluster", "use letters, digits and -")
-        if asked.gpus and not asked.gpu:
-            raise UserError("--gpus", asked.gpus, "SkyPilot must know which", "add e.g. --gpu H100")
-        if not asked.run_file.is_relative_to(asked.folder):
+    def text(self, submission: Submission) -> str:
+        if not re.fullmatch(r"[a-zA-Z]([a-zA-Z0-9_.-]*[a-zA-Z0-9])?", submission.name):
+            raise UserError("--name", submission.name, "is no name for a cluster", "use letters, digits and -")
+        if submission.gpus and not submission.gpu:
+            raise UserError("--gpus", submission.gpus, "SkyPilot must know which", "add e.g. --gpu H100")
+        if not submission.run_file.is_relative_to(submission.folder):
             problem = "is outside of this folder, which is what SkyPilot copies"
-            raise UserError("RUN.yaml", str(asked.run_file), problem, "start it in the folder of the run")
+            raise UserError("RUN.yaml", str(submission.run_file), problem, "start it in the folder of the run")
         resources: dict[str, Any] = {
-            "accelerators": f"{asked.gpu}:{asked.gpus or 1}" if asked.gpu else None, "cpus": _at_least(asked.cpus),
-            "memory": _at_least(asked.memory), "image_id": f"docker:{asked.image}" if asked.image else None,
-        }  # fmt: skip
-        file = str(asked.run_file.relative_to(asked.folder))
-        node = asked.node(INSTALLED, "--id", asked.name, file=file)
-        lines = [single_line("--line", line) for line in asked.lines]
+            "accelerators": f"{submission.gpu}:{submission.gpus or 1}" if submission.gpu else None,
+            "cpus": _at_least(submission.cpus),
+            "memory": _at_least(submission.memory),
+            "image_id": f"docker:{submission.image}" if submission.image else None,
+        }
+        file = str(submission.run_file.relative_to(submission.folder))
+        node = submission.node(INSTALLED, "--id", submission.name, file=file)
+        lines = [single_line("--line", line) for line in submission.lines]
         run = [
             *lines,
             'first=$(echo "$SKYPILOT_NODE_IPS" | head -n 1)',
-            f'exec {node} --meet "$first:{asked.port or PORT}" --name "node-$SKYPILOT_NODE_RANK"',
+            f'exec {node} --rendezvous "$first:{submission.port or PORT}" --name "node-$SKYPILOT_NODE_RANK"',
         ]
         task = {
-            "name": asked.name, "num_nodes": asked.hosts.most, "workdir": str(asked.folder),
+            "name": submission.name,
+            "num_nodes": submission.hosts.most,
+            "workdir": str(submission.folder),
             "resources": {name: value for name, value in resources.items() if value is not None},
-            "envs": dict(asked.env), "secrets": dict.fromkeys((*asked.passed, VARIABLE)),  # values: see submit
+            "envs": dict(submission.env),
+            "secrets": dict.fromkeys((*submission.passed, VARIABLE)),  # values: see submit
             "run": "\n".join(run) + "\n",
-        }  # fmt: skip
-        if asked.image is None:
+        }
+        if submission.image is None:
             task["setup"] = "command -v shardwise || pip install shardwise\n"
         return as_yaml({name: value for name, value in task.items() if value})
 
-    def submit(self, asked: Submission, text: str) -> str:
+    def submit(self, submission: Submission, text: str) -> str:
         program = tool("sky", "--sky")
-        secrets = [word for name in (*asked.passed, VARIABLE) for word in ("--secret", name)]
+        secrets = [word for name in (*submission.passed, VARIABLE) for word in ("--secret", name)]
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "task.yaml"
             file.write_text(text)
-            command = [program, "launch", "--yes", "--detach-run", "--cluster", asked.name, *secrets, str(file)]
+            command = [program, "launch", "--yes", "--detach-run", "--cluster", submission.name, *secrets, str(file)]
             # A name alone is looked up in the environment: command lines are for all to read.
             if subprocess.run(command, env=os.environ | {VARIABLE: make_token()}, check=False).returncode:
-                raise UserError("--sky", asked.name, "SkyPilot did not start it", "see above, or try --dry-run")
-        print(f"the machines cost money until `sky down {asked.name}`", flush=True)
-        return asked.name
+                raise UserError("--sky", submission.name, "SkyPilot did not start it", "see above, or try --dry-run")
+        print(f"the machines cost money until `sky down {submission.name}`", flush=True)
+        return submission.name
 
-    def follow(self, identity: str, asked: Submission) -> int:
+    def follow(self, identity: str, submission: Submission) -> int:
         return subprocess.run([tool("sky", "--sky"), "logs", identity], check=False).returncode
 
     def cancel(self, identity: str) -> None:

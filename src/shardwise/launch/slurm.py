@@ -1,4 +1,4 @@
-"""Slurm: a batch script that starts one agent on each node, saves before the time limit, and is queued again then."""
+"""Slurm: a batch script that starts one agent on each node, saves before the time limit, and is then requeued."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ stop() {{
 trap stop TERM
 
 srun {srun} \\
-    {node} --meet "${{address:-$first}}:$port" &
+    {node} --rendezvous "${{address:-$first}}:$port" &
 agents=$!
 wait "$agents"
 code=$?
@@ -48,52 +48,62 @@ exit "$code"
 
 
 class Slurm:
-    """sbatch, squeue, scancel."""
+    """Launches through Slurm: sbatch, squeue, scancel."""
 
-    def text(self, asked: Submission) -> str:
-        hosts, lines = asked.hosts, [single_line("--line", line) for line in asked.lines]
+    def text(self, submission: Submission) -> str:
+        hosts = submission.hosts
+        lines = [single_line("--line", line) for line in submission.lines]
         nodes = str(hosts.most) if hosts.least == hosts.most else f"{hosts.least}-{hosts.most}"
-        gpus = f"{asked.gpu}:{asked.gpus}" if asked.gpu and asked.gpus else asked.gpus
+        gpus = f"{submission.gpu}:{submission.gpus}" if submission.gpu and submission.gpus else submission.gpus
         options: dict[str, object | None] = {
-            "job-name": asked.name, "nodes": nodes, "ntasks-per-node": 1, "output": str(self._log(asked, "%j")),
-            "open-mode": "append", "partition": asked.partition, "account": asked.account, "time": asked.minutes,
-            "gpus-per-node": gpus, "cpus-per-task": asked.cpus, "mem": asked.memory,
-            "signal": f"B:TERM@{asked.grace + BEFORE}",
-        }  # fmt: skip
+            "job-name": submission.name,
+            "nodes": nodes,
+            "ntasks-per-node": 1,
+            "output": str(self._log(submission, "%j")),
+            "open-mode": "append",
+            "partition": submission.partition,
+            "account": submission.account,
+            "time": submission.minutes,
+            "gpus-per-node": gpus,
+            "cpus-per-task": submission.cpus,
+            "mem": submission.memory,
+            "signal": f"B:TERM@{submission.grace + BEFORE}",
+        }
         for name, value in options.items():
             if isinstance(value, str) and any(letter.isspace() for letter in value):
-                ours = {"job-name": "name", "mem": "memory", "output": "output"}.get(name, name)
-                raise UserError(f"--{ours}", value, "Slurm takes no blanks there", "leave them out")
+                option = {"job-name": "name", "mem": "memory", "output": "output"}.get(name, name)
+                raise UserError(f"--{option}", value, "Slurm takes no blanks there", "leave them out")
         head = [f"#SBATCH --{name}={value}" for name, value in options.items() if value is not None]
         head += ["#SBATCH --requeue"]
         head += ["#SBATCH --no-kill"] * (hosts.least < hosts.most)  # the others go on without a node that failed
         head += [line for line in lines if line.startswith("#SBATCH")]
         srun = "--kill-on-bad-exit=0 --wait=0"
-        if asked.cpus is not None:
-            srun += f" --cpus-per-task={asked.cpus}"  # since 22.05 srun does not take it over from the job
+        if submission.cpus is not None:
+            srun += f" --cpus-per-task={submission.cpus}"  # since 22.05 srun does not take it over from the job
         program: tuple[str, ...] = HERE
-        if asked.image is not None:  # the pyxis plugin's option, which is what clusters with containers mostly have
-            srun += f" --container-image={shlex.quote(asked.image)} --container-mounts={shlex.quote(str(asked.folder))}"
+        if submission.image is not None:  # options of the pyxis plugin, which most clusters with containers have
+            mounts = shlex.quote(str(submission.folder))
+            srun += f" --container-image={shlex.quote(submission.image)} --container-mounts={mounts}"
             program = INSTALLED
-        port = asked.port or "$((20000 + SLURM_JOB_ID % 20000))"
-        body = BODY.format(node=asked.node(program, "--id", asked.name), srun=srun, port=port, token=VARIABLE)
+        port = submission.port or "$((20000 + SLURM_JOB_ID % 20000))"
+        body = BODY.format(node=submission.node(program, "--id", submission.name), srun=srun, port=port, token=VARIABLE)
         setup = [line for line in lines if not line.startswith("#SBATCH")]
-        return "\n".join(["#!/bin/bash", *head, "", f"cd {shlex.quote(str(asked.folder))} || exit 1", *asked.exports(),
-                          *setup, body])  # fmt: skip
+        folder = f"cd {shlex.quote(str(submission.folder))} || exit 1"
+        return "\n".join(["#!/bin/bash", *head, "", folder, *submission.exports(), *setup, body])
 
-    def submit(self, asked: Submission, text: str) -> str:
+    def submit(self, submission: Submission, text: str) -> str:
         program = tool("sbatch", "--slurm")
-        if asked.cpus is None and asked.gpus is not None:
+        if submission.cpus is None and submission.gpus is not None:
             print("no --cpus given: Slurm's usual is one core for each host", flush=True)
-        asked.output.mkdir(parents=True, exist_ok=True)
+        submission.output.mkdir(parents=True, exist_ok=True)
         # The submitter's environment goes along (it is not in the script): what --env NAME asks for is in it.
         return output_of([program, "--parsable", "--export=ALL"], text).strip().partition(";")[0]
 
-    def follow(self, identity: str, asked: Submission) -> int:
+    def follow(self, identity: str, submission: Submission) -> int:
         def alive() -> bool:
             return self._state(identity) not in (*ENDED, "")
 
-        follow_file(self._log(asked, identity), alive, lambda: time.sleep(1))
+        follow_file(self._log(submission, identity), alive, lambda: time.sleep(1))
         state = self._state(identity)
         print(f"slurm:{identity} has ended: {state.lower() or 'it is no longer known'}", flush=True)
         return 0 if state in ("COMPLETED", "") else 1
@@ -120,5 +130,5 @@ class Slurm:
                 return ""
             raise
 
-    def _log(self, asked: Submission, identity: str) -> Path:
-        return asked.output / f"slurm-{identity}.log"
+    def _log(self, submission: Submission, identity: str) -> Path:
+        return submission.output / f"slurm-{identity}.log"

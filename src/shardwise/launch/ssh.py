@@ -1,7 +1,7 @@
-"""SSH: one agent per host at the end of one connection each, all followed here, and stopped with Ctrl-C.
+"""SSH: one agent per host over one connection each, followed from here and stopped with Ctrl-C.
 
 Stopping is a word on the agent's input, not the end of the connection: so the ranks can save while we still listen.
-A connection that breaks is made again; meanwhile the other hosts go on without that one.
+A broken connection is re-established; meanwhile the other hosts continue without that one.
 """
 
 from __future__ import annotations
@@ -26,32 +26,40 @@ OPTIONS = ("-T", "-o", "BatchMode=yes", "-o", "ServerAliveInterval=5", "-o", "Se
            "ConnectTimeout=10")  # fmt: skip
 
 
-def commands(asked: Submission) -> dict[str, list[str]]:
+def commands(submission: Submission) -> dict[str, list[str]]:
     """For each host the command that starts its agent."""
-    first = asked.address or asked.ssh[0].rpartition("@")[2]
+    first = submission.address or submission.ssh[0].rpartition("@")[2]
     place = f"[{first}]" if ":" in first else first
-    found = {}
-    for host in asked.ssh:
+    commands_by_host = {}
+    for host in submission.ssh:
         name = host.rpartition("@")[2]
-        node = asked.node(HERE, "--name", name, "--meet", f"{place}:{asked.port or PORT}", "--listen")
+        node = submission.node(HERE, "--name", name, "--rendezvous", f"{place}:{submission.port or PORT}", "--listen")
         # Values that must not be seen come through the connection: a command line is for all to read.
-        secrets = [f"IFS= read -r {one} && export {one}" for one in (*asked.passed, VARIABLE)]
-        steps = [f"cd {shlex.quote(str(asked.folder))}", *secrets, *asked.exports(), *asked.lines, f"exec {node}"]
-        found[host] = ["ssh", *OPTIONS, *shlex.split(os.environ.get("SHARDWISE_SSH_OPTIONS", "")), host,
+        secrets = [f"IFS= read -r {variable} && export {variable}" for variable in (*submission.passed, VARIABLE)]
+        steps = [
+            f"cd {shlex.quote(str(submission.folder))}",
+            *secrets,
+            *submission.exports(),
+            *submission.lines,
+            f"exec {node}",
+        ]
+        commands_by_host[host] = ["ssh", *OPTIONS, *shlex.split(os.environ.get("SHARDWISE_SSH_OPTIONS", "")), host,
                        " && ".join(steps)]  # fmt: skip
-    return found
+    return commands_by_host
 
 
-def text(asked: Submission) -> str:
-    """What would be run, one line per host."""
-    return "".join(shlex.join(command) + "\n" for command in commands(asked).values())
+def text(submission: Submission) -> str:
+    """The commands, one line per host."""
+    return "".join(shlex.join(command) + "\n" for command in commands(submission).values())
 
 
 class _Connection:
-    """One host's agent, made again when its connection breaks."""
+    """The connection to one host's agent, re-established when it breaks."""
 
     def __init__(self, host: str, command: list[str], secrets: list[str]) -> None:
-        self.host, self._command, self._secrets = host, command, secrets
+        self.host = host
+        self._command = command
+        self._secrets = secrets
         self.code: int | None = None
         self.ended, self.spoke = 0.0, False
         self.start()
@@ -83,59 +91,63 @@ class _Connection:
     def poll(self) -> int | None:
         """The agent's exit code, or BROKEN; None while it runs."""
         if self.code is None:
-            self.code, self.ended = self.process.poll(), time.monotonic()
+            self.code = self.process.poll()
+            self.ended = time.monotonic()
             if self.code is not None:
                 self.reader.join(5)
         return self.code
 
 
-def run(asked: Submission) -> int:
-    """Starts all, shows what they say with the host's name before it, and returns the first host's exit code."""
+def run(submission: Submission) -> int:
+    """Starts all agents, prints their output prefixed by host, and returns the first host's exit code."""
     program = tool("ssh", "--ssh")
-    for name in asked.passed:
+    for name in submission.passed:
         if "\n" in os.environ[name]:
             raise UserError("--env", name, "has several lines, which cannot be passed on", "keep it in a file there")
-    secrets = [*(os.environ[name] for name in asked.passed), make_token()]
-    connections = [_Connection(host, [program, *command[1:]], secrets) for host, command in commands(asked).items()]
+    secrets = [*(os.environ[name] for name in submission.passed), make_token()]
+    connections = [
+        _Connection(host, [program, *command[1:]], secrets) for host, command in commands(submission).items()
+    ]
     signals: list[int] = []
 
     def stop(number: int, frame: FrameType | None) -> None:
         signals.append(number)
-        for one in connections:
+        for connection in connections:
             if len(signals) == 1:
-                one.say("stop")
-            elif one.process.poll() is None:
-                one.process.terminate()
+                connection.say("stop")
+            elif connection.process.poll() is None:
+                connection.process.terminate()
 
     previous = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        return _watch(connections, asked, signals)
+        return _watch(connections, submission, signals)
     finally:
-        for one in connections:
-            if one.process.poll() is None:
-                one.process.terminate()
-                one.process.wait()
+        for connection in connections:
+            if connection.process.poll() is None:
+                connection.process.terminate()
+                connection.process.wait()
         for number, handler in previous.items():
             signal.signal(number, handler)
 
 
-def _watch(connections: list[_Connection], asked: Submission, signals: list[int]) -> int:
+def _watch(connections: list[_Connection], submission: Submission, signals: list[int]) -> int:
     while True:
-        codes = [one.poll() for one in connections]
+        codes = [connection.poll() for connection in connections]
         if None not in codes:
             final = [code for code in codes if code not in (None, BROKEN)]
             return codes[0] if codes[0] not in (None, BROKEN) else max(final, default=1)
-        broken = [one for one in connections if one.code == BROKEN]
-        never = [one for one in broken if not one.spoke]
-        if never and len(connections) - len(never) < asked.hosts.least and not signals:
-            _say(f"{never[0].host} cannot be reached, and at least {asked.hosts.least} hosts are needed: stopping")
+        broken = [connection for connection in connections if connection.code == BROKEN]
+        unreachable = [connection for connection in broken if not connection.spoke]
+        least = submission.hosts.least
+        if unreachable and len(connections) - len(unreachable) < least and not signals:
+            _say(f"{unreachable[0].host} cannot be reached, and at least {least} hosts are needed: stopping")
             signals.append(signal.SIGTERM)
-            for one in connections:
-                one.say("stop")
-        for one in broken:
-            if not signals and time.monotonic() - one.ended > AGAIN:
-                _say(f"connecting to {one.host} again")
-                one.start()
+            for connection in connections:
+                connection.say("stop")
+        for connection in broken:
+            if not signals and time.monotonic() - connection.ended > AGAIN:
+                _say(f"connecting to {connection.host} again")
+                connection.start()
         time.sleep(0.2)
 
 

@@ -1,4 +1,4 @@
-"""What every way of launching shares: what is asked for, the agent's command line, and programs of others."""
+"""Shared by all launchers: the submission, the agent's command line, and calls of external programs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 @dataclass(frozen=True)
 class Submission:
-    """A run to be started elsewhere."""
+    """A run to be launched elsewhere."""
 
     run_file: Path
     overrides: tuple[str, ...]
@@ -52,50 +52,51 @@ class Submission:
     ranks: int | None = None
 
     def node(self, program: Sequence[str], *more: str, file: str | None = None) -> str:
-        """The agent's command line for a shell; where the hosts meet each way of launching knows by itself."""
+        """The agent's command line for a shell; each launcher adds the rendezvous address."""
         words = [*program, "node", file or str(self.run_file), *self.overrides, "--hosts", str(self.hosts)]
         ranks = self.ranks or self.gpus
         words += ["--ranks", str(ranks)] if ranks else []
         return shlex.join([*words, "--restarts", str(self.restarts), "--grace", str(self.grace), *more])
 
     def exports(self) -> list[str]:
-        """Lines of a shell that set the variables which were asked to be written down."""
+        """Shell lines that export the variables given with their values."""
         return [f"export {name}={shlex.quote(value)}" for name, value in self.env.items()]
 
 
 class Backend(Protocol):
-    """A way of launching: the text that is submitted, and what can be done with it."""
+    """A launcher: renders, submits, follows, cancels and queries a job."""
 
-    def text(self, asked: Submission) -> str:
-        """The script or manifest."""
+    def text(self, submission: Submission) -> str:
+        """Returns the script or manifest."""
 
-    def submit(self, asked: Submission, text: str) -> str:
-        """Hands it over; the identity by which it is found again."""
+    def submit(self, submission: Submission, text: str) -> str:
+        """Submits it; returns the job's identity."""
 
-    def follow(self, identity: str, asked: Submission) -> int:
-        """Shows its log until it ends; the exit code."""
+    def follow(self, identity: str, submission: Submission) -> int:
+        """Prints the job's log until it ends; returns the exit code."""
 
     def cancel(self, identity: str) -> None:
-        """Ends it; its ranks save."""
+        """Cancels the job; its ranks save."""
 
     def status(self, identity: str) -> str:
-        """How it stands."""
+        """Returns the job's state."""
 
 
 HERE = (sys.executable, "-m", "shardwise")  # on hosts that share this one's file system
 INSTALLED = ("shardwise",)  # in an image
 
 
-def parse_env(given: Sequence[str]) -> tuple[dict[str, str], tuple[str, ...]]:
-    """NAME=VALUE is written down; NAME alone is passed on without its value, where that can be done."""
+def parse_env(entries: Sequence[str]) -> tuple[dict[str, str], tuple[str, ...]]:
+    """Variables given as NAME=VALUE, and names whose values are passed on without being written down."""
     values, passed = {}, []
-    for one in given:
-        name, equals, value = one.partition("=")
+    for entry in entries:
+        name, equals, value = entry.partition("=")
         if not _NAME.fullmatch(name):
-            raise UserError("--env", one, "is no variable", "write NAME=VALUE, or NAME to pass it on")
+            raise UserError("--env", entry, "is no variable", "write NAME=VALUE, or NAME to pass it on")
         if not equals and name not in os.environ:
-            problem, remedy = "is not set here", f"set it here, or write {name}=VALUE where the value is no secret"
-            raise UserError("--env", one, problem, remedy)
+            problem = "is not set here"
+            remedy = f"set it here, or write {name}=VALUE where the value is no secret"
+            raise UserError("--env", entry, problem, remedy)
         if equals:
             values[name] = value
         else:
@@ -104,7 +105,7 @@ def parse_env(given: Sequence[str]) -> tuple[dict[str, str], tuple[str, ...]]:
 
 
 def parse_minutes(text: str | None) -> int | None:
-    """`90`, `4h`, `2d` or `1:30:00`."""
+    """Parses `90`, `4h`, `2d` or `1:30:00` to minutes."""
     if text is None:
         return None
     if match := re.fullmatch(r"(\d+)(min|m|h|d)?", text):
@@ -119,7 +120,7 @@ def parse_minutes(text: str | None) -> int | None:
 
 
 def parse_seconds(option: str, text: str, least: float = 0.0) -> float:
-    """`30s`, `10min`, `1h`; a number alone is seconds."""
+    """Parses `30s`, `10min`, `1h` to seconds; a bare number is seconds."""
     remedy = "write e.g. 30s, 10min or 1h"
     try:
         seconds = float(parse_duration(text))
@@ -131,7 +132,7 @@ def parse_seconds(option: str, text: str, least: float = 0.0) -> float:
 
 
 def single_line(option: str, text: str) -> str:
-    """Refuses what would begin a line of its own in a script."""
+    """Returns the text; rejects line breaks, which would start a new line in a script."""
     if any(letter in text for letter in "\r\n\0"):
         raise UserError(option, text, "has more than one line", "give it as one line")
     return text
@@ -141,25 +142,25 @@ SUBMIT = ("sbatch", "sky", "ssh")  # what a launch begins with: --dry-run shows 
 
 
 def tool(name: str, purpose: str) -> str:
-    """Where a program of others lies, or how to get it."""
-    found = shutil.which(name)
-    if found is None:
+    """Path of an external program; raises UserError if it is not installed."""
+    path = shutil.which(name)
+    if path is None:
         remedy = "install it, or use --dry-run" if name in SUBMIT else "install it, or ask where it is"
         raise UserError(name, None, f"is not installed here, and {purpose} needs it", remedy)
-    return found
+    return path
 
 
-def output_of(command: Sequence[str], given: str | None = None) -> str:
-    """What a program of others says; its refusal is the user's to read."""
-    done = subprocess.run(command, input=given, capture_output=True, text=True, check=False)
+def output_of(command: Sequence[str], stdin: str | None = None) -> str:
+    """Output of an external program; raises RunFailed with its error message."""
+    done = subprocess.run(command, input=stdin, capture_output=True, text=True, check=False)
     if done.returncode:
-        said = (done.stderr or done.stdout).strip()
-        raise RunFailed(f"{shlex.join(command[:3])} … ended with exit code {done.returncode}: {said}")
+        message = (done.stderr or done.stdout).strip()
+        raise RunFailed(f"{shlex.join(command[:3])} … ended with exit code {done.returncode}: {message}")
     return done.stdout
 
 
 def follow_file(file: Path, alive: Callable[[], bool], pause: Callable[[], None]) -> None:
-    """Prints a growing file until its writer has ended and all is read."""
+    """Prints a growing file until its writer has ended and everything is read."""
     position = 0
     while True:
         ended = not alive()
@@ -176,7 +177,7 @@ def follow_file(file: Path, alive: Callable[[], bool], pause: Callable[[], None]
 
 
 def as_yaml(*documents: Any) -> str:
-    """Manifests."""
+    """Formats manifests as YAML documents."""
     import yaml
 
     return yaml.safe_dump_all(documents, sort_keys=False, default_flow_style=False, width=1000)

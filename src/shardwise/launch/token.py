@@ -1,8 +1,8 @@
-"""The secret that a run's hosts share, and how they prove that they know it without ever sending it.
+"""The shared secret of a run's hosts, and a challenge-response proof that never sends it.
 
-Whoever can reach the port where hosts meet could otherwise end the run, or join it and be handed the addresses of all.
-Each side draws a number, and signs both numbers and what it says (HMAC-SHA256): a stranger can neither speak for a host
-nor for the keeper, change what they say, or repeat what it has heard. What is said is not hidden: no secret is in it.
+Otherwise anyone who can reach the rendezvous port could end the run, or join it and receive the addresses of all hosts.
+Each side sends a nonce, and signs both nonces and its message (HMAC-SHA256): a stranger can neither impersonate a host
+or the keeper, nor alter or replay messages. Messages are not encrypted: they contain no secret.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ HOW = f"e.g. export {VARIABLE}=$(openssl rand -hex 32), the same on all hosts"
 
 
 def make_token() -> str:
-    """A new secret."""
+    """Generates a new secret."""
     return secrets.token_hex(32)
 
 
 def take_token(file: Path | None) -> str | None:
-    """The secret from a file, else from the environment, where it does not stay: ranks have no use for it."""
+    """The secret from a file, else from the environment, from which it is removed: ranks do not need it."""
     from_environment = os.environ.pop(VARIABLE, "").strip()
     if file is not None:
         return _fit(_read(file), "--token-file", str(file))
@@ -51,13 +51,13 @@ def _read(file: Path) -> str:
 
 
 def proof(token: str | None, side: Literal["host", "keeper"], numbers: tuple[str, str], words: bytes) -> str:
-    """What shows that `words` come from one who knows the token; nothing where there is no token."""
+    """Signature that proves knowledge of the token; empty if there is no token."""
     if token is None:
         return ""
     signed = b"\0".join([side.encode(), *(number.encode() for number in numbers), words])
     return hmac.new(token.encode(), signed, "sha256").hexdigest()
 
 
-def same(given: object, wanted: str) -> bool:
+def same(received: object, expected: str) -> bool:
     """Compares proofs in constant time."""
-    return isinstance(given, str) and hmac.compare_digest(given.encode("utf-8", "replace"), wanted.encode())
+    return isinstance(received, str) and hmac.compare_digest(received.encode("utf-8", "replace"), expected.encode())

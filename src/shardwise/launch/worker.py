@@ -1,4 +1,4 @@
-"""One rank: joins the others, trains, and on failure leaves a note that says rank, step, activity and reason.
+"""One rank: joins the process group, trains, and on failure writes a note with rank, step, activity and reason.
 
 Started by launch/local.py as `python -m shardwise.launch.worker JOB`, or run in place under torchrun.
 """
@@ -25,15 +25,15 @@ from shardwise.train.status import logs_of
 
 if TYPE_CHECKING:
     from shardwise.resolved_run import ResolvedRun
-    from shardwise.train.loop import Outcome
+    from shardwise.train.session import Outcome
     from shardwise.train.setup import TrainState
     from shardwise.train.status import Status
 
 
 def run_rank(
-    job: ResolvedRun, status: Status, say: Callable[[str], None] = lambda _: None, supervised: bool = False
+    resolved: ResolvedRun, status: Status, say: Callable[[str], None] = lambda _: None, supervised: bool = False
 ) -> Outcome:
-    """Trains as the rank that the environment describes; `supervised` by one that reads its last note (local.py)."""
+    """Trains as the rank described by the environment; `supervised` if local.py reads its failure note."""
     import torch
     import torch.distributed as dist
 
@@ -42,52 +42,57 @@ def run_rank(
     from shardwise.distributed.mesh import init_world
     from shardwise.parallel.offload.disk import DiskFolder
     from shardwise.train.loop import fit
-    from shardwise.train.setup import build_parts
+    from shardwise.train.setup import build_state
     from shardwise.train.watchdog.watchdog import Watchdog
 
     status.set("meeting the other ranks")
-    world = init_world(job.run)
-    logs, attempt = logs_of(job.output), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    tell = partial(_last_words, logs / f"rank-{world.rank}.error.json", world.rank, status, not supervised)
-    watchdog = Watchdog(world, status, job.run.timeout, logs, partial(tell, "stall"), attempt)
-    parts: TrainState | None = None
-    host = HostMemoryWatch(partial(tell, "run")) if world.local_rank == 0 else nullcontext()
-    with watchdog, host, DiskFolder(job.offload_folder, world.rank, world.size) as disk:
+    world = init_world(resolved.run)
+    logs = logs_of(resolved.output)
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    report_failure = partial(
+        _report_failure, logs / f"rank-{world.rank}.error.json", world.rank, status, not supervised
+    )
+    watchdog = Watchdog(world, status, resolved.run.timeout, logs, partial(report_failure, "stall"), attempt)
+    state: TrainState | None = None
+    host = HostMemoryWatch(partial(report_failure, "run")) if world.local_rank == 0 else nullcontext()
+    with watchdog, host, DiskFolder(resolved.offload_folder, world.rank, world.size) as disk:
         try:
-            parts = build_parts(job, world, status, say if world.is_main else lambda _: None, disk)
-            watchdog.follow(parts.sharded.model)
-            outcome = fit(parts, join_others)
+            state = build_state(resolved, world, status, say if world.is_main else lambda _: None, disk)
+            watchdog.follow(state.sharded.model)
+            outcome = fit(state, join_others)
         except torch.OutOfMemoryError as error:
-            raise OutOfMemory(_shortage(error, job, parts)) from error
+            raise OutOfMemory(_out_of_memory_message(error, resolved, state)) from error
     dist.destroy_process_group()
     return outcome
 
 
-def _last_words(note: Path, rank: int, status: Status, aloud: bool, kind: str, verdict: str) -> None:
-    """Of a thread that ends this rank: for the supervisor in a note, under another agent on the terminal."""
-    told = {"rank": rank, "step": status.step, "doing": status.doing, "kind": kind, "reason": verdict}
-    note.write_text(json.dumps(told | {"time": time.time(), "memory": False}))
+def _report_failure(note: Path, rank: int, status: Status, aloud: bool, kind: str, verdict: str) -> None:
+    """Reports the failure of a rank that a thread ends: in a note, and on the terminal if not supervised."""
+    note_values = {"rank": rank, "step": status.step, "doing": status.doing, "kind": kind, "reason": verdict}
+    note.write_text(json.dumps(note_values | {"time": time.time(), "memory": False}))
     if aloud:
         print(f"error: {verdict}", file=sys.stderr, flush=True)
 
 
-def _shortage(error: Exception, job: ResolvedRun, parts: TrainState | None) -> str:
-    """What was there when a device ran full, beside what was foreseen."""
+def _out_of_memory_message(error: Exception, resolved: ResolvedRun, state: TrainState | None) -> str:
+    """Message for an out-of-memory error: measured memory beside the prediction."""
     import torch
 
     from shardwise.observe.prediction import explain_shortage
     from shardwise.parallel.zero.accounting import held_bytes
 
     words = f"the device has no memory left ({str(error).splitlines()[0][:120]})"
-    if parts is None:
+    if state is None:
         return words
-    held = held_bytes(parts.sharded, parts.optimizer)
-    more = explain_shortage(job.output, held, torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0)
+    state_bytes = held_bytes(state.sharded, state.optimizer)
+    more = explain_shortage(
+        resolved.output, state_bytes, torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
+    )
     return f"{words}\n    {more}" if more else words
 
 
 def main(job_file: Path, parent: int) -> NoReturn:
-    """The process of one rank; exits 0 when done, 130/143 when stopped, else leaves a note and exits 1 or 2."""
+    """Entry point of a rank process; exits 0 when done, 130/143 when stopped, else writes a note and exits 1 or 2."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, leave)  # until the loop takes over there is nothing to save
     die_with_parent(parent)
@@ -95,7 +100,8 @@ def main(job_file: Path, parent: int) -> NoReturn:
     from shardwise.foresight.prepare import read_resolved_run
     from shardwise.train.status import Status
 
-    rank, logs = int(os.environ["RANK"]), logs_of(job_file.parent)
+    rank = int(os.environ["RANK"])
+    logs = logs_of(job_file.parent)
     status = Status(logs / f"rank-{rank}.status")
     code = 0
     try:
@@ -119,7 +125,11 @@ def failure_note(error: BaseException, rank: int, status: Status) -> dict[str, o
     known = isinstance(error, (UserError, RunFailed))
     text = str(error).strip()
     reason = text if known else f"{type(error).__name__}: {text.splitlines()[0] if text else 'no message'}"
-    kind = "user" if isinstance(error, UserError) else error.kind if isinstance(error, RunFailed) else "bug"
+    kind = "bug"
+    if isinstance(error, UserError):
+        kind = "user"
+    elif isinstance(error, RunFailed):
+        kind = error.kind
     rank = getattr(error, "rank", rank)  # all ranks know of a failed save, but one is to blame
     note = {"rank": rank, "step": status.step, "doing": status.doing, "kind": kind, "reason": redact(reason)}
     return note | {"time": time.time(), "memory": isinstance(error, OutOfMemory)}

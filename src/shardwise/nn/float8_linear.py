@@ -1,8 +1,8 @@
-"""Linear layers of a model's blocks that multiply in 8 bits while they train (nn/kernels/float8.py).
+"""Linear layers of a model's blocks that multiply in fp8 while they train (nn/kernels/float8.py).
 
-A layer keeps its name, its parameters and its class's other ways: it is given a subclass whose forward rounds.
-Embeddings, norms, routers, experts in stacks and the head are no linear layers of a block and stay as they are; so do
-narrow layers, which would gain less than rounding costs. Evaluated is the model that is handed over, in 16 bits.
+A layer keeps its name, its parameters and its class's other methods: it is given a subclass whose forward rounds.
+Embeddings, norms, routers, stacked experts and the head are no linear layers of a block and are unchanged; so are
+narrow layers, which would gain less than rounding costs. Evaluation uses the exported model, in 16 bits.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Float8(nn.Module):
-    """What a linear layer in 8 bits is besides its own class."""
+    """Mixin of a linear layer that computes in fp8."""
 
     float8_recipe: Recipe
     float8_fast: bool
@@ -32,7 +32,7 @@ class Float8(nn.Module):
     bias: nn.Parameter | None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """As the layer's own; in training, rounded."""
+        """The layer's own forward; rounded to fp8 in training."""
         if not self.training:
             return super().forward(x)  # type: ignore[no-any-return]
         weight = self.weight.t() if is_transposed(self) else self.weight
@@ -43,27 +43,31 @@ class Float8(nn.Module):
 
 
 def use_float8(model: nn.Module, blocks: list[tuple[str, nn.Module]], settings: Fp8) -> list[str]:
-    """Turns the blocks' linear layers into ones that multiply in 8 bits, in place; returns their names."""
+    """Converts the blocks' linear layers to fp8, in place; returns their names."""
     if settings.recipe == "none":
         return []
     chosen: list[str] = []
-    inside, kept = tuple(f"{name}." for name, _ in blocks), find_targets(model, settings.keep, "fp8.keep")
+    block_prefixes = tuple(f"{name}." for name, _ in blocks)
+    excluded = find_targets(model, settings.modules_to_not_convert, "fp8.modules_to_not_convert")
     for name, module in linear_modules(model).items():
         sizes: Any = module.weight.shape
-        wide = min(sizes) >= settings.least and not any(size % MULTIPLE for size in sizes)
-        if wide and name.startswith(inside) and name not in kept:
+        eligible = min(sizes) >= settings.min_features and not any(size % MULTIPLE for size in sizes)
+        if eligible and name.startswith(block_prefixes) and name not in excluded:
             module.__class__ = _float8_class(cast(Any, type(module)))
             module.float8_recipe = settings.recipe  # type: ignore[assignment]
-            module.float8_fast = settings.fast  # type: ignore[assignment]
+            module.float8_fast = settings.use_fast_accum  # type: ignore[assignment]
             chosen.append(name)
     if not chosen:
         raise UserError(
-            "fp8", settings.recipe, f"no linear layer of a block has {settings.least} or more inputs and outputs, both "
-            f"multiples of {MULTIPLE}", "lower fp8.least or shorten fp8.keep, or use precision: bf16",
+            "fp8",
+            settings.recipe,
+            f"no linear layer of a block has {settings.min_features} or more inputs and outputs, both multiples of "
+            f"{MULTIPLE}",
+            "lower fp8.min_features or shorten fp8.modules_to_not_convert, or use precision: bf16",
         )  # fmt: skip
     return chosen
 
 
 @functools.cache
-def _float8_class(own: type[nn.Module]) -> type[nn.Module]:
-    return type(f"Float8{own.__name__}", (Float8, own), {})
+def _float8_class(layer_class: type[nn.Module]) -> type[nn.Module]:
+    return type(f"Float8{layer_class.__name__}", (Float8, layer_class), {})

@@ -1,4 +1,4 @@
-"""Turns a conversation into an answer with the model's own chat template.
+"""Generates an answer to a conversation with the model's own chat template.
 
 A fine-tuned model looks broken when the prompt differs by one token from what it was trained on, or when nothing tells
 it to stop. So this file owns those two things, prompt and stop tokens, and leaves the decoding loop to
@@ -28,7 +28,7 @@ NO_TEMPLATE = "the tokenizer has no chat template: the last message is completed
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is chosen; the defaults are greedy."""
+    """How the next token is sampled; the defaults are greedy."""
 
     max_tokens: int = 256
     temperature: float = 0.0
@@ -51,7 +51,7 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Reply:
-    """One answer, what it cost and why it ended."""
+    """One answer, its token counts and time, and why it ended."""
 
     text: str
     prompt_tokens: int
@@ -67,7 +67,7 @@ def answer(
     sampling: Sampling,
     on_text: Callable[[str], None] | None = None,
 ) -> str:
-    """The assistant's answer to a conversation, streamed to `on_text` as it grows; Ctrl-C ends it early."""
+    """Returns the assistant's answer to a conversation, streamed to `on_text`; Ctrl-C ends it early."""
     _warn_without_template(tokenizer)
     return reply(model, tokenizer, messages, sampling, on_text).text
 
@@ -79,13 +79,14 @@ def reply(
     sampling: Sampling,
     on_text: Callable[[str], None] | None = None,
 ) -> Reply:
-    """What `answer` gives, with the token count, the time taken and the reason it ended."""
+    """Like `answer`, with the token counts, the time taken and the reason it ended."""
     prompt = prompt_ids(tokenizer, messages)
     room = room_after(model, prompt)
     limit = sampling.max_tokens if room is None else min(sampling.max_tokens, room)
     stops = stop_ids(tokenizer, model)
     pieces = TextPieces(tokenizer, stops, on_text)
-    began, interrupted = time.perf_counter(), False
+    started = time.perf_counter()
+    interrupted = False
     try:
         _generate(model, tokenizer, [prompt], limit, sampling, stops, pieces)
     except KeyboardInterrupt:
@@ -95,7 +96,7 @@ def reply(
         ended = "interrupted"
     elif pieces.stopped:
         ended = "stop"
-    return Reply("".join(pieces.texts), len(prompt), len(pieces.ids), time.perf_counter() - began, ended)
+    return Reply("".join(pieces.texts), len(prompt), len(pieces.ids), time.perf_counter() - started, ended)
 
 
 def answers(
@@ -105,7 +106,7 @@ def answers(
     sampling: Sampling,
     batch_size: int = 8,
 ) -> list[str]:
-    """Answers to separate one-turn questions, the same as asking them one by one; greedy ones share a batch."""
+    """Returns the answers to separate one-turn questions, as if asked one by one; greedy ones share a batch."""
     conversations: list[list[Message]] = [[{"role": "user", "content": question}] for question in questions]
     return replies(model, tokenizer, conversations, sampling, batch_size)
 
@@ -117,51 +118,51 @@ def replies(
     sampling: Sampling,
     batch_size: int = 8,
 ) -> list[str]:
-    """The next answer of each of separate conversations, as `answers` gives them."""
+    """Returns the next answer of each of separate conversations; see `answers`."""
     _warn_without_template(tokenizer)
     prompts = [prompt_ids(tokenizer, messages) for messages in conversations]
     stops = stop_ids(tokenizer, model)
     texts = [""] * len(conversations)
-    together: list[int] = []
+    batched: list[int] = []
     for i, prompt in enumerate(prompts):
         room = room_after(model, prompt)
         # Sampling draws from one random stream per batch, and the repetition penalty counts padding as a repeated
         # token: neither would give in a batch what it gives alone. A row near the end of the context has its own limit.
         greedy = sampling.temperature == 0 and sampling.repetition_penalty == 1
         if greedy and (room is None or room >= sampling.max_tokens):
-            together.append(i)
+            batched.append(i)
         else:
             texts[i] = reply(model, tokenizer, conversations[i], sampling).text
-    together.sort(key=lambda i: len(prompts[i]))  # neighbours of like length waste little padding
-    for at in range(0, len(together), batch_size):
-        rows = together[at : at + batch_size]
+    batched.sort(key=lambda i: len(prompts[i]))  # neighbours of like length waste little padding
+    for start in range(0, len(batched), batch_size):
+        rows = batched[start : start + batch_size]
         new = _generate(model, tokenizer, [prompts[i] for i in rows], sampling.max_tokens, sampling, stops, None)
         for i, ids in zip(rows, new, strict=True):
-            end = next((place for place, token in enumerate(ids) if token in stops), len(ids))
+            end = next((index for index, token in enumerate(ids) if token in stops), len(ids))
             texts[i] = _decode(tokenizer, ids[:end])
     return texts
 
 
 def stop_ids(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> set[int]:
-    """Every token id that ends an assistant turn: the tokenizer's, the model's, and the chat template's own."""
-    found: set[int] = set()
+    """Returns every token id that ends an assistant turn: the tokenizer's, the model's, and the chat template's own."""
+    stops: set[int] = set()
     settings: Any = getattr(model, "generation_config", None)
     for ids in (tokenizer.eos_token_id, getattr(settings, "eos_token_id", None)):
         if ids is not None:
-            found.update([ids] if isinstance(ids, int) else ids)
+            stops.update([ids] if isinstance(ids, int) else ids)
     if tokenizer.chat_template:
         sentinel = "sentinel"
         turns = [{"role": "user", "content": "question"}, {"role": "assistant", "content": sentinel}]
-        after = _render(tokenizer, turns, generation_prompt=False).rpartition(sentinel)[2]
+        turn_end = _render(tokenizer, turns, generation_prompt=False).rpartition(sentinel)[2]
         added = tokenizer.added_tokens_decoder
         # Some vocabularies add runs of blanks as tokens; a blank after the answer does not end the turn.
-        marks = {i for i, token in added.items() if token.content.strip()} | set(tokenizer.all_special_ids)
-        found.update([i for i in _encode(tokenizer, after, special=False) if i in marks][:1])
-    return found
+        special_ids = {i for i, token in added.items() if token.content.strip()} | set(tokenizer.all_special_ids)
+        stops.update([i for i in _encode(tokenizer, turn_end, special=False) if i in special_ids][:1])
+    return stops
 
 
 def chat_prompt(tokenizer: PreTrainedTokenizerBase, messages: list[Message]) -> str:
-    """A conversation as the chat template writes it, up to where the answer begins."""
+    """Returns a conversation as the chat template formats it, up to where the answer begins."""
     if not tokenizer.chat_template:
         raise UserError("chat", True, "the tokenizer has no chat template", "leave it out")
     return _render(tokenizer, messages, generation_prompt=True)
@@ -170,7 +171,7 @@ def chat_prompt(tokenizer: PreTrainedTokenizerBase, messages: list[Message]) -> 
 def prompt_ids(
     tokenizer: PreTrainedTokenizerBase, messages: list[Message], tools: list[dict[str, Any]] | None = None
 ) -> list[int]:
-    """The token ids the model is given for a conversation, up to where its answer begins."""
+    """Returns the token ids of a conversation, up to where its answer begins."""
     if tokenizer.chat_template:
         # The template writes BOS itself where the model wants one; the tokenizer must not add a second.
         return _encode(tokenizer, _render(tokenizer, messages, generation_prompt=True, tools=tools), special=False)
@@ -178,19 +179,19 @@ def prompt_ids(
 
 
 def text_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """The token ids of a text that the model is to go on with, no chat template around it."""
+    """Returns the token ids of a text to be continued, without a chat template."""
     return _encode(tokenizer, text, special=True)
 
 
 def context_length(model: PreTrainedModel) -> int | None:
-    """How many tokens the model can see, prompt and answer together; None where its config sets no limit."""
+    """Returns the maximum length of prompt and answer together; None if the config sets no limit."""
     length = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     return length if isinstance(length, int) and length > 0 else None
 
 
 @dataclass
 class TextPieces(BaseStreamer):
-    """Receives token ids one by one and passes on text as soon as it is whole characters."""
+    """Streamer that receives token ids and emits text as soon as it is complete characters."""
 
     tokenizer: PreTrainedTokenizerBase
     stops: set[int]
@@ -203,7 +204,7 @@ class TextPieces(BaseStreamer):
     _read: int = 0
 
     def put(self, value: torch.Tensor) -> None:
-        """Called by `generate`: the whole prompt first, then each new token."""
+        """Called by `generate`: the full prompt first, then each new token."""
         if not self._prompt_passed:
             self._prompt_passed = True
             return
@@ -211,7 +212,7 @@ class TextPieces(BaseStreamer):
             self.add(token)
 
     def add(self, token: int) -> None:
-        """Takes the next token of the answer."""
+        """Appends the next token of the answer."""
         if token in self.stops:
             self.stopped = True
         else:
@@ -219,7 +220,7 @@ class TextPieces(BaseStreamer):
             self._pass_on(final=False)
 
     def end(self) -> None:
-        """Called by `generate` when it is done: whatever was held back goes out."""
+        """Called by `generate` when it is done: emits whatever was held back."""
         self._pass_on(final=True)
 
     def _pass_on(self, final: bool) -> None:
@@ -244,21 +245,21 @@ def _generate(
     stops: set[int],
     streamer: BaseStreamer | None,
 ) -> list[list[int]]:
-    """New token ids per prompt, stop tokens and what follows them included."""
+    """New token ids per prompt, including stop tokens and what follows them."""
     pad = tokenizer.pad_token_id
     if not isinstance(pad, int):
         pad = min(stops, default=0)  # masked in the prompt and cut off in the answer: any id of the vocabulary serves
-    choose: dict[str, Any] = {"do_sample": False}
+    decoding: dict[str, Any] = {"do_sample": False}
     if sampling.temperature > 0:
         # top_k is 50 in transformers unless it is switched off.
-        choose = {"do_sample": True, "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": 0}
+        decoding = {"do_sample": True, "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": 0}
     settings: Any = GenerationConfig  # an untyped class
     config = settings(
         max_new_tokens=limit,
         repetition_penalty=sampling.repetition_penalty,
         eos_token_id=sorted(stops) or None,
         pad_token_id=pad,
-        **choose,
+        **decoding,
     )
     width = max(map(len, prompts))
     ids = torch.tensor([[pad] * (width - len(p)) + p for p in prompts], device=model.device)
@@ -271,17 +272,18 @@ def _generate(
             size = f"{len(prompts)} × {width} tokens" if len(prompts) > 1 else f"{width} tokens"
             problem = f"the device's memory is too small for it and {limit} new tokens"
             raise UserError("prompt", size, problem, "shorten the conversation or lower max_tokens") from None
-    new: list[list[int]] = out[:, width:].tolist()
-    return new
+    new_ids: list[list[int]] = out[:, width:].tolist()
+    return new_ids
 
 
 @contextmanager
 def _settled(model: PreTrainedModel, config: GenerationConfig) -> Iterator[None]:
-    """The model without dropout and with our settings alone, given back as it was."""
+    """The model without dropout and with our generation settings only, restored afterwards."""
     # generate() fills what we leave open from the model's own generation_config (top_k, min_p, n-gram bans, …): a
     # greedy answer would not be greedy. Swapping the attribute is the only published way to keep that out.
     holder: Any = model
-    training, previous = model.training, holder.generation_config
+    training = model.training
+    previous = holder.generation_config
     try:
         holder.generation_config = config
         holder.eval()
@@ -294,7 +296,7 @@ def _settled(model: PreTrainedModel, config: GenerationConfig) -> Iterator[None]
 
 @contextmanager
 def _seeded(seed: int | None, device: torch.device) -> Iterator[None]:
-    """Random draws that depend on the seed alone and leave the caller's random state as it was."""
+    """Random draws that depend on the seed alone and leave the caller's random state unchanged."""
     if seed is None:
         yield
         return
@@ -306,7 +308,7 @@ def _seeded(seed: int | None, device: torch.device) -> Iterator[None]:
 
 
 def room_after(model: PreTrainedModel, prompt: list[int]) -> int | None:
-    """How many tokens the answer may have; a UserError where there is no prompt or no room."""
+    """Returns the maximum length of the answer; raises UserError if there is no prompt or no room."""
     if not prompt:
         raise UserError("prompt", None, "is empty", "write a question")
     context = context_length(model)

@@ -1,6 +1,6 @@
-"""The one thing the loop knows of an objective.
+"""The interface between the loop and an objective.
 
-Sums, not means: the loop divides by the units of the whole step (learned tokens; pairs of answers; texts), so that
+Sums, not means: the loop divides by the units of the full step (loss tokens; pairs of answers; texts), so that
 accumulation over micro-batches and ranks of any shape equals the one big batch.
 """
 
@@ -15,10 +15,10 @@ import torch
 
 @dataclass(frozen=True)
 class Loss:
-    """The summed loss of a micro-batch, to be differentiated; by source the sums, to be told, and what they are of.
+    """The summed loss of a micro-batch for backward, and by source the sums to report and their units.
 
-    `figures` are further sums over all units, told as means beside the loss (an accuracy, a margin). Every batch of an
-    objective has the same ones in the same order.
+    `figures` are further sums over all units, reported as means beside the loss (an accuracy, a margin). Every batch of
+    an objective has the same ones in the same order.
     """
 
     total: torch.Tensor
@@ -27,12 +27,12 @@ class Loss:
     figures: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     def sums(self) -> torch.Tensor:
-        """Total, figures and, where there are several sources, the sum of each; detached, still on the device."""
+        """Returns total, figures and, with several sources, the sum of each; detached, still on the device."""
         parts = [self.total.detach()[None], *(f.detach().float()[None] for f in self.figures.values())]
         return torch.cat(parts if len(self.by_source) == 1 else [*parts, self.by_source])
 
     def uncounted(self) -> Loss:
-        """The same times 0: backward reaches every parameter, and adds nothing."""
+        """Returns the loss times 0: backward reaches every parameter, and adds nothing."""
         figures = {name: 0 * value for name, value in self.figures.items()}
         return Loss(0 * self.total, 0 * self.by_source, 0 * self.units, figures)
 
@@ -40,8 +40,8 @@ class Loss:
 class Objective(Protocol):
     """Anything the loop can train: a forward that returns the summed loss of a micro-batch.
 
-    `figures` names those of its losses, in their order. `of_tokens`: the loss is -log p of each learned token, so that
-    its mean has a perplexity.
+    `figures` names those of its losses, in order. `of_tokens`: the loss is -log p of each loss token, so that its mean
+    has a perplexity.
     """
 
     figures: tuple[str, ...]
@@ -51,10 +51,12 @@ class Objective(Protocol):
 
 
 def sum_by_source(losses: torch.Tensor, counts: torch.Tensor, sources: torch.Tensor | None, source_count: int) -> Loss:
-    """A loss of flat terms; `counts` says how many units each of them is (a term that is none must be 0)."""
-    total, counts = losses.sum(), counts.to(losses.dtype)
+    """Returns a loss of flat terms; `counts` is the number of units of each (0 for a term that is 0)."""
+    total = losses.sum()
+    counts = counts.to(losses.dtype)
     if sources is None:
         return Loss(total, total.detach()[None], counts.sum()[None])
     flat = sources.flatten()
-    by_source, units = losses.new_zeros(source_count), losses.new_zeros(source_count)
+    by_source = losses.new_zeros(source_count)
+    units = losses.new_zeros(source_count)
     return Loss(total, by_source.index_add_(0, flat, losses.detach()), units.index_add_(0, flat, counts))

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def held_besides(job: ResolvedRun) -> Iterator[tuple[str, str, float, str]]:
     """A name, what it is, the bytes of it that each rank holds on its device, and what else is to be said."""
     run = job.run
-    shard = shard_size(run.parallel.zero, run.parallel.shard, job.ranks)
+    shard = shard_size(run.parallel.zero, run.parallel.dp_shard_size, job.ranks)
     settings = run.objective
     if settings == "auto":
         return

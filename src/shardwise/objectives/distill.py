@@ -121,7 +121,7 @@ def load_teacher(job: ResolvedRun, world: World, say: Callable[[str], None]) -> 
 
     assert job.teacher is not None
     source = job.teacher.source
-    frozen = build_frozen(source, world, job.run.precision, job.run.train.seed)
+    frozen = build_frozen(source, job.run, world)
     model: Any = frozen.model
     vocabulary = vocabulary_size(model)
     apart = check_documents(frozen, vocabulary, replace(job, source=source), world.device, say)

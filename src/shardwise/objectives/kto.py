@@ -37,8 +37,8 @@ class KtoObjective:
         wanted = batch.wanted.to(before.dtype)
         reward = (2 * wanted - 1) * self._settings.beta * (self._log_probs(model, batch)[0] - before)
         weights = torch.lerp(
-            torch.full_like(wanted, self._settings.undesirable),
-            torch.full_like(wanted, self._settings.desirable),
+            torch.full_like(wanted, self._settings.undesirable_weight),
+            torch.full_like(wanted, self._settings.desirable_weight),
             wanted,
         )
         return judged_loss(weights * torch.sigmoid(-reward), batch, accuracy=reward > 0, reward=reward)

@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 
 def needs_copy(run: Run) -> bool:
     """Whether training changes the base itself, so that the reference must be a model of its own."""
-    return run.method.type == "full" or bool(run.method.also)
+    return run.method.type == "full" or bool(run.method.modules_to_save)
 
 
 def make_reference(job: ResolvedRun, world: World) -> Reference:
     """What gives the reference of a model, around a forward."""
     if not needs_copy(job.run):
         return without_adapters
-    copy = build_frozen(job.source, world, job.run.precision, job.run.train.seed)
+    copy = build_frozen(job.source, job.run, world)
 
     @contextmanager
     def frozen(model: Any) -> Iterator[Any]:

@@ -1,8 +1,8 @@
-"""Where a step's time goes, and what each kind of collective moves: measured without waiting for the device.
+"""Time per part of a step, and traffic per kind of collective, measured without a device sync.
 
 On a GPU a region is a pair of events, read when it is time to report; on a CPU it is the host's clock. The parts of the
 step (data, forward, backward, step) follow one another, and what is between them is "other". What runs inside or beside
-them (gather, reduce, offload) is told besides and not added: on a GPU it overlaps with computing.
+them (gather, reduce, offload) is reported separately and not added: on a GPU it overlaps with computing.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ BUS: dict[str, Callable[[int], float]] = {
 
 @dataclass
 class CollectiveCalls:
-    """All calls of one kind of collective: how many, the bytes of their messages, and the seconds they took."""
+    """Calls of one kind of collective: their number, message bytes, and seconds."""
 
     ranks: int
     calls: int = 0
@@ -39,7 +39,7 @@ class CollectiveCalls:
     seconds: float = 0.0
 
     def record(self, kind: str) -> dict[str, float]:
-        """With its bandwidths in GB/s: message over time, and what each link saw of it over time."""
+        """As a record, with bandwidths in GB/s: algorithm bandwidth and bus bandwidth."""
         algorithm = self.bytes / self.seconds / 1e9 if self.seconds else 0.0
         bus = algorithm * BUS[kind](self.ranks) if kind in BUS else algorithm
         return {
@@ -50,7 +50,7 @@ class CollectiveCalls:
 
 @dataclass
 class Window:
-    """What was measured over some steps, on this rank."""
+    """Measurements over some steps, on this rank."""
 
     steps: int = 0
     whole: float = 0.0
@@ -58,34 +58,34 @@ class Window:
     calls: dict[tuple[str, int], CollectiveCalls] = field(default_factory=dict)
 
     def add(self, other: Window) -> None:
-        """Takes another window's figures in."""
+        """Adds another window's measurements."""
         self.steps, self.whole = self.steps + other.steps, self.whole + other.whole
         for name, seconds in other.seconds.items():
             self.seconds[name] = self.seconds.get(name, 0.0) + seconds
         for key, calls in other.calls.items():
-            mine = self.calls.setdefault(key, CollectiveCalls(calls.ranks))
-            mine.calls, mine.bytes = mine.calls + calls.calls, mine.bytes + calls.bytes
-            mine.seconds += calls.seconds
+            totals = self.calls.setdefault(key, CollectiveCalls(calls.ranks))
+            totals.calls, totals.bytes = totals.calls + calls.calls, totals.bytes + calls.bytes
+            totals.seconds += calls.seconds
 
     def breakdown(self) -> dict[str, float]:
-        """Seconds per step: the whole, its parts and the rest, then what runs beside them."""
+        """Seconds per step: the total, its parts and the rest, then what overlaps with them."""
         steps = max(1, self.steps)
         names = PIPELINED if "pipeline" in self.seconds else PARTS
         parts = {name: self.seconds.get(name, 0.0) / steps for name in names}
-        whole = self.whole / steps
+        step_seconds = self.whole / steps
         beside = {name: self.seconds[name] / steps for name in BESIDE if name in self.seconds}
-        figures = {"whole": whole} | parts | {"other": max(0.0, whole - sum(parts.values()))} | beside
+        figures = {"whole": step_seconds} | parts | {"other": max(0.0, step_seconds - sum(parts.values()))} | beside
         return {name: round(seconds, 6) for name, seconds in figures.items()}
 
     def comms(self) -> dict[str, Any]:
-        """Each kind of collective over this window; where a kind ran in groups of several sizes, each on its own."""
+        """Each kind of collective over this window; kinds used in groups of several sizes are listed per size."""
         kinds = [kind for kind, _ in self.calls]
-        named = {k if kinds.count(k) == 1 else f"{k}/{n}": c.record(k) for (k, n), c in sorted(self.calls.items())}
-        return {"steps": self.steps} | named
+        by_kind = {k if kinds.count(k) == 1 else f"{k}/{n}": c.record(k) for (k, n), c in sorted(self.calls.items())}
+        return {"steps": self.steps} | by_kind
 
 
 class Timer:
-    """Measures regions; `annotate` adds to training records what they came to."""
+    """Times regions of a step; `annotate` adds the results to training records."""
 
     on = True
 
@@ -98,31 +98,33 @@ class Timer:
         self.total = Window()
 
     def region(self, name: str) -> AbstractContextManager[Any]:
-        """Around what is to be counted as `name`; may be opened any number of times a step."""
+        """Context that counts as `name`; may be entered any number of times per step."""
         return _Span(self, name, None)
 
     def collective(self, kind: str, size: int, ranks: int, part: str) -> AbstractContextManager[Any]:
-        """Around one collective on the current stream: `size` is its message in bytes, `part` where its time counts."""
+        """Context of one collective on the current stream: `size` is its message in bytes, `part` its category."""
         if ranks == 1:
             return _NOTHING
         return _Span(self, part, (kind, size, ranks))
 
     def meeting(self, ranks: int) -> AbstractContextManager[Any]:
-        """Around what moves next to nothing but waits for the other ranks: its time counts as reducing."""
+        """Context that mostly waits for other ranks and moves little data: counts as reduce."""
         return _NOTHING if ranks == 1 else _Span(self, "reduce", None)
 
     def flush(self, steps: int) -> Window:
-        """What was measured since the last flush, over so many steps; waits for the device."""
+        """Measurements since the last flush, over `steps` steps; waits for the device."""
         while self._pending:
             self._pending.popleft().settle(wait=True)
-        window, self._window = self._window, Window()
-        window.steps, window.whole = steps, time.perf_counter() - self._began if self._began is not None else 0.0
+        window = self._window
+        self._window = Window()
+        window.steps = steps
+        window.whole = time.perf_counter() - self._began if self._began is not None else 0.0
         self._began = None
         self.total.add(window)
         return window
 
     def annotate(self, records: list[Record]) -> list[Record]:
-        """Puts the figures of the steps that these records tell of into the last of them."""
+        """Adds the measurements of these records' steps to the last of them."""
         if records:
             window = self.flush(len(records))
             records[-1] |= {"breakdown": window.breakdown()} if self._breakdown else {}
@@ -130,7 +132,7 @@ class Timer:
         return records
 
     def summary(self) -> list[str]:
-        """The whole run in a few lines, for the terminal."""
+        """Summary of the full run in a few lines, for the terminal."""
         lines = breakdown_table(self.total) if self._breakdown else []
         return lines + (comms_table(self.total) if self._comms else [])
 
@@ -143,7 +145,7 @@ class Timer:
 
     @property
     def is_inside(self) -> bool:
-        """Whether a step has begun since the last flush: what evaluation and checks gather is no part of training."""
+        """Whether a step has begun since the last flush: evaluation's gathers are not part of training."""
         return self._began is not None
 
     def _settled(self, name: str, call: tuple[str, int, int] | None, seconds: float) -> None:
@@ -152,7 +154,9 @@ class Timer:
         if call is not None:
             kind, size, ranks = call
             calls = window.calls.setdefault((kind, ranks), CollectiveCalls(ranks))
-            calls.calls, calls.bytes, calls.seconds = calls.calls + 1, calls.bytes + size, calls.seconds + seconds
+            calls.calls += 1
+            calls.bytes += size
+            calls.seconds += seconds
 
 
 class _Span:
@@ -161,7 +165,9 @@ class _Span:
     __slots__ = ("_begin", "_call", "_end", "_name", "_timer")
 
     def __init__(self, timer: Timer, name: str, call: tuple[str, int, int] | None) -> None:
-        self._timer, self._name, self._call = timer, name, call
+        self._timer = timer
+        self._name = name
+        self._call = call
         self._begin: Any = None
         self._end: Any = None
 
@@ -187,7 +193,7 @@ class _Span:
         return event
 
     def settle(self, wait: bool) -> bool:
-        """Reads the events if they have happened, or waits until they have."""
+        """Reads the events if they have completed, or waits for them."""
         if wait:
             self._end.synchronize()
         elif not self._end.query():
@@ -197,7 +203,7 @@ class _Span:
 
 
 class _Off(Timer):
-    """Measures nothing and costs nothing."""
+    """Timer that measures nothing and costs nothing."""
 
     on = False
 
@@ -222,30 +228,30 @@ OFF: Timer = _Off()
 
 
 def timer_for(device: torch.device, breakdown: bool, comms: bool) -> Timer:
-    """A timer that reports what is asked for; one that does nothing if nothing is."""
+    """Returns a timer for the enabled reports; one that does nothing if none is enabled."""
     return Timer(device, breakdown, comms) if breakdown or comms else OFF
 
 
 def breakdown_line(breakdown: dict[str, float]) -> str:
-    """One line for the log: the step and its parts in milliseconds."""
+    """One log line: the step and its parts in milliseconds."""
     parts = [f"{name} {1e3 * seconds:.1f}" for name, seconds in breakdown.items() if name != "whole"]
     return f"{1e3 * breakdown['whole']:.1f} ms a step: " + ", ".join(parts)
 
 
 def breakdown_table(window: Window) -> list[str]:
-    """Milliseconds per step and shares."""
+    """Table of milliseconds per step and shares."""
     figures = window.breakdown()
-    whole = figures.pop("whole")
-    lines = [f"time per step, mean of {window.steps} steps on this rank: {1e3 * whole:.1f} ms"]
+    step_seconds = figures.pop("whole")
+    lines = [f"time per step, mean of {window.steps} steps on this rank: {1e3 * step_seconds:.1f} ms"]
     for name, seconds in figures.items():
-        share = seconds / whole if whole else 0.0
+        share = seconds / step_seconds if step_seconds else 0.0
         note = "  (inside or beside the above)" if name in BESIDE else ""
         lines.append(f"  {name:<10}{1e3 * seconds:>10.1f} ms {share:>6.1%}{note}")
     return lines
 
 
 def comms_table(window: Window) -> list[str]:
-    """A row for each kind of collective."""
+    """Table with a row for each kind of collective."""
     lines = [f"collectives of this rank over {window.steps} steps"]
     lines.append(f"  {'kind':<16}{'ranks':>6}{'calls':>9}{'GB':>10}{'ms':>11}{'GB/s':>9}{'bus GB/s':>10}")
     for (kind, ranks), calls in sorted(window.calls.items()):

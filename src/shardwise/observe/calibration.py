@@ -1,4 +1,4 @@
-"""Predictions beside what came true, kept over runs: what was off before is corrected the next time."""
+"""Predictions and measurements stored over runs, to correct later predictions."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MEMORY, TIME = (0.95, 1.15), (0.5, 2.0)  # bounds of a correction: beyond them s
 
 @dataclass(frozen=True)
 class Record:
-    """One run."""
+    """Prediction and measurement of one run."""
 
     device: str
     model: str
@@ -31,7 +31,7 @@ class Record:
 
 @dataclass(frozen=True)
 class Correction:
-    """Factors for the next prediction, and how many runs they come from."""
+    """Correction factors for the next prediction, and the number of runs they are based on."""
 
     memory: float = 1.0
     time: float = 1.0
@@ -39,7 +39,7 @@ class Correction:
 
 
 def add(record: Record) -> None:
-    """Keeps a record; a disk that is full or read-only is no reason to fail a finished run."""
+    """Stores a record; a full or read-only disk does not fail a finished run."""
     from filelock import FileLock
 
     file = _file()
@@ -50,26 +50,26 @@ def add(record: Record) -> None:
 
 
 def records(device: str | None = None) -> list[Record]:
-    """The newest of a device, or of all."""
+    """The newest records of a device, or of all devices."""
     try:
         lines = _file().read_text().splitlines()
     except OSError:
         return []
-    found = []
+    parsed = []
     for line in lines:
         with suppress(ValueError, TypeError):
-            found.append(Record(**json.loads(line)))
-    return [one for one in found if device in (None, one.device)][-LAST:]
+            parsed.append(Record(**json.loads(line)))
+    return [record for record in parsed if device in (None, record.device)][-LAST:]
 
 
 def correction(device: str) -> Correction:
-    """The medians of what was off on this kind of device; none until there are a few runs."""
-    known = [one for one in records(device) if one.predicted_bytes > 0 and one.predicted_seconds > 0]
+    """Median ratios of measurement to prediction on this kind of device; none until there are a few runs."""
+    known = [record for record in records(device) if record.predicted_bytes > 0 and record.predicted_seconds > 0]
     if len(known) < ENOUGH:
         return Correction()
-    size = statistics.median(one.measured_bytes / one.predicted_bytes for one in known)
-    spent = statistics.median(one.measured_seconds / one.predicted_seconds for one in known)
-    return Correction(_within(size, MEMORY), _within(spent, TIME), len(known))
+    memory_ratio = statistics.median(record.measured_bytes / record.predicted_bytes for record in known)
+    time_ratio = statistics.median(record.measured_seconds / record.predicted_seconds for record in known)
+    return Correction(_within(memory_ratio, MEMORY), _within(time_ratio, TIME), len(known))
 
 
 def _within(value: float, bounds: tuple[float, float]) -> float:

@@ -1,6 +1,6 @@
-"""The loss curve of a run: as text for a terminal, and as one HTML file to keep or send.
+"""The loss curve of a run: as text for a terminal, and as one self-contained HTML file.
 
-Both read the records of the metrics file, so a curve can be drawn of a run that goes on, has died or is long past.
+Both read the records of the metrics file, so they work for running, failed and finished runs alike.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _BRAILLE = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # dot bits,
 
 
 def series_from(records: list[Record]) -> dict[str, Series]:
-    """Returns the training and the evaluation loss by step; a loss that was not finite is a NaN, that is, a gap."""
+    """Returns the training and the evaluation loss by step; non-finite losses are NaN, drawn as gaps."""
     kinds = {_TRAIN: "train", _EVAL: "eval"}
     series = {name: _column(records, kind, "loss") for name, kind in kinds.items()}
     return {name: points for name, points in series.items() if points}
@@ -80,23 +80,23 @@ def write_curve_html(path: Path, records: list[Record], title: str, subtitle: st
 
 
 def _column(records: list[Record], kind: str, key: str) -> Series:
-    """One value by step, in order; where a step was told twice, the later record counts."""
-    found: dict[int, float] = {}
+    """One metric by step, in order; for a repeated step the later record counts."""
+    by_step: dict[int, float] = {}
     for record in records:
         if record.get("kind") == kind and record.get("step") is not None and key in record:
             value = record[key]
             finite = isinstance(value, int | float) and math.isfinite(value)
-            found[int(record["step"])] = float(value) if finite else math.nan
-    return sorted(found.items())
+            by_step[int(record["step"])] = float(value) if finite else math.nan
+    return sorted(by_step.items())
 
 
 def _sources(records: list[Record]) -> list[str]:
-    """The sources that records tell of, in the order in which they come up; none where there was but one."""
+    """The sources in the records, in order of appearance; empty if there is only one."""
     return list(dict.fromkeys(name for record in records for name in record.get("losses") or {}))
 
 
 def _of_source(records: list[Record], kind: str, name: str) -> Series:
-    """The loss of one source by step; a step that had nothing of it is no gap."""
+    """The loss of one source by step; steps without data of it are skipped."""
     own = [r | {"own": r["losses"][name]} for r in records if name in (r.get("losses") or {})]
     return _column(own, kind, "own")
 
@@ -106,7 +106,7 @@ def _finite(points: Series) -> Series:
 
 
 def _smoothed(points: Series) -> Series:
-    """A mean that looks both ways with exponential weights: one that looks back only would lag behind a steep start."""
+    """Centred exponential mean: a trailing one would lag behind a steep start."""
     span = min(100.0, max(1.0, len(points) / 25))
     keep = 1 - 2 / (span + 1)
     values = [value for _, value in points]
@@ -120,8 +120,10 @@ def _smoothed(points: Series) -> Series:
 
 
 def _decayed(values: list[float], keep: float) -> list[tuple[float, float]]:
-    """For each value the decayed sum of all up to it, and the sum of their weights; gaps count nothing."""
-    total, weight, sums = 0.0, 0.0, []
+    """For each value the exponentially weighted sum up to it, and the sum of weights; gaps are ignored."""
+    total = 0.0
+    weight = 0.0
+    sums = []
     for value in values:
         known = math.isfinite(value)
         total, weight = keep * total + (value if known else 0.0), keep * weight + known
@@ -131,7 +133,7 @@ def _decayed(values: list[float], keep: float) -> list[tuple[float, float]]:
 
 @dataclass(frozen=True)
 class _Area:
-    """Where steps and losses fall on a canvas of dots."""
+    """Maps steps and losses to dots of a canvas."""
 
     steps: tuple[int, int]
     values: tuple[float, float]
@@ -141,7 +143,7 @@ class _Area:
 
     @classmethod
     def around(cls, series: dict[str, Series], width: int, height: int, ascii_only: bool) -> _Area:
-        points = [point for one in series.values() for point in one]
+        points = [point for line in series.values() for point in line]
         steps = min(step for step, _ in points), max(step for step, _ in points)
         low, high = min(value for _, value in points), max(value for _, value in points)
         if low < high:
@@ -181,8 +183,8 @@ class _Canvas:
 
     def rows(self) -> list[str]:
         def cell(x: int, y: int, bits: int) -> str:
-            drawn = "*" if self._ascii else chr(0x2800 + bits)
-            return self._signs.get((x, y)) or (drawn if bits else " ")
+            dots = "*" if self._ascii else chr(0x2800 + bits)
+            return self._signs.get((x, y)) or (dots if bits else " ")
 
         return ["".join(cell(x, y, bits) for x, bits in enumerate(row)) for y, row in enumerate(self._bits)]
 
@@ -215,7 +217,7 @@ def _label(value: float) -> str:
 
 
 def _legend(finite: dict[str, Series], signs: dict[str, str], width: int) -> list[str]:
-    """Names each series with its last value, on as many lines as the width asks for."""
+    """Names each series with its last value, on as many lines as the width requires."""
     lines = [""]
     for name, sign in signs.items():
         last = f" {_label(finite[name][-1][1])}" if finite[name] else ""
@@ -227,7 +229,7 @@ def _legend(finite: dict[str, Series], signs: dict[str, str], width: int) -> lis
 
 
 def _framed(rows: list[str], area: _Area, ascii_only: bool) -> list[str]:
-    """Sets the axes around the drawn rows: losses at the left, steps below."""
+    """Adds the axes to the drawn rows: losses at the left, steps below."""
     upright, tick, corner, level = ("|", "+", "+", "-") if ascii_only else ("│", "┤", "└", "─")
     indent = max(map(len, area.labels.values())) + 1
     framed = [f"{area.labels.get(row, ''):>{indent - 1}} " for row in range(len(rows))]

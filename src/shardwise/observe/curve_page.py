@@ -1,6 +1,6 @@
-"""The page behind `write_curve_html`: plain SVG drawn here, so that it shows without scripts and opens anywhere.
+"""The page behind `write_curve_html`: plain SVG, so that it shows without scripts and opens anywhere.
 
-The script in it only adds the tooltip; the numbers stand in a table too, for those who cannot see or point.
+The script only adds the tooltip; the numbers are in a table too, for accessibility.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _MARGIN = {"left": 58, "right": 14, "top": 12, "bottom": 26}
 
 @dataclass(frozen=True)
 class SourceLines:
-    """The losses of one source of the data."""
+    """Losses of one data source."""
 
     name: str
     training: Points  # smoothed
@@ -42,9 +42,9 @@ def render_page(
     sources: Sequence[SourceLines] = (),
     parts: Sequence[SourceLines] = (),
 ) -> str:
-    """Returns the whole page as text; every line is a list of (step, value) in order, NaN for a gap.
+    """Returns the full page as text; every line is a list of (step, value) in order, NaN for a gap.
 
-    `parts`: of the loss, each with a chart of its own.
+    `parts`: components of the loss, each with its own chart.
     """
     parts = [SourceLines(p.name, _thinned(p.training), p.evaluation) for p in parts]
     sources = [SourceLines(s.name, _thinned(s.training), s.evaluation) for s in sources]
@@ -89,7 +89,7 @@ def _pairs(points: Points) -> list[list[float | None]]:
 
 
 def _source_lines(sources: Sequence[SourceLines]) -> list[tuple[str, str, Points]]:
-    """Each line of the sources that has points: the class that styles it, its name, its points."""
+    """Each non-empty line of the sources: its CSS class, name and points."""
     lines: list[tuple[str, str, Points]] = []
     for index, source in enumerate(sources):
         lines.append((f"s{index % _COLOURS}", source.name, source.training))
@@ -98,20 +98,20 @@ def _source_lines(sources: Sequence[SourceLines]) -> list[tuple[str, str, Points
 
 
 def _source_card(total: list[tuple[int, float]], sources: Sequence[SourceLines], steps: tuple[int, int]) -> str:
-    """A chart of the sources' losses beside the total's; nothing where there is but one source."""
+    """Chart of the losses by source beside the total; empty if there is only one source."""
     if not sources:
         return ""
-    drawn = _source_lines(sources)
-    items = [("smooth", "all, smoothed"), *((name, text) for name, text, _ in drawn)]
+    source_lines = _source_lines(sources)
+    items = [("smooth", "all, smoothed"), *((name, text) for name, text, _ in source_lines)]
     legend = "".join(f'<span><i class="swatch {name}"></i>{escape(text)}</span>' for name, text in items)
-    lines = [("smooth", total), *((name, list(points)) for name, _, points in drawn)]
+    lines = [("smooth", total), *((name, list(points)) for name, _, points in source_lines)]
     chart = _panel("Loss by source and step", lines, steps, (920, 320), "wide")
     head = f'<div class="head"><h2>Loss by source</h2><div class="legend">{legend}</div></div>'
     return f'<section class="card">{head}{chart}</section>'
 
 
 def _part_cards(parts: Sequence[SourceLines], steps: tuple[int, int]) -> str:
-    """A small chart for each part of the loss; nothing where it is but one thing."""
+    """A small chart for each component of the loss; empty if there is only one."""
     cards = "".join(
         f'<section class="card"><div class="head"><h2>{escape(part.name)}</h2></div>'
         + _panel(f"{part.name} by step", [("smooth", list(part.training)), ("eval", list(part.evaluation))], steps,
@@ -127,24 +127,24 @@ def _or_none(value: float) -> float | None:
 
 
 def _thinned(points: Points) -> list[tuple[int, float]]:
-    """At most `_MOST_POINTS` points, keeping the extremes of each stretch, where the spikes are."""
+    """At most `_MOST_POINTS` points, keeping the extremes of each interval, where the spikes are."""
     if len(points) <= _MOST_POINTS:
         return list(points)
     size = math.ceil(2 * len(points) / _MOST_POINTS)
-    kept: list[tuple[int, float]] = []
+    thinned: list[tuple[int, float]] = []
     for start in range(0, len(points), size):
         stretch = points[start : start + size]
         finite = [point for point in stretch if math.isfinite(point[1])]
         if not finite:
-            kept.append(stretch[0])
+            thinned.append(stretch[0])
             continue
         low, high = min(finite, key=lambda point: point[1]), max(finite, key=lambda point: point[1])
-        kept.extend(sorted({low, high}))
-    return kept
+        thinned.extend(sorted({low, high}))
+    return thinned
 
 
 def _number(value: float) -> str:
-    """A number for a reader: 1.234, 2e-5, 12,000."""
+    """Formats a number: 1.234, 2e-5, 12,000."""
     if not math.isfinite(value):
         return "not finite"
     if value == 0 or 1e-3 <= abs(value) < 1e4:
@@ -156,7 +156,7 @@ def _number(value: float) -> str:
 
 
 def _ticks(low: float, high: float, count: int) -> list[float]:
-    """Round numbers inside a range, about `count` of them."""
+    """About `count` round numbers inside a range."""
     if high <= low:
         return [low]
     rough = (high - low) / count
@@ -201,7 +201,11 @@ def _panel(label: str, lines: Lines, steps: tuple[int, int], size: tuple[int, in
     for name, points in lines:
         placed = [(x(step), y(value) if math.isfinite(value) else None) for step, value in points]
         parts.append(f'<path class="line {name}" d="{_path(placed)}"/>')
-        dots = [(px, py) for px, py in placed if py is not None] if name == "eval" or "held" in name else _lone(placed)
+        dots = (
+            [(px, py) for px, py in placed if py is not None]
+            if name == "eval" or "held" in name
+            else _isolated_points(placed)
+        )
         parts += [f'<circle class="dot {name}" cx="{px:.1f}" cy="{py:.1f}" r="3.5"/>' for px, py in dots]
     parts.append(f'<line class="cross" x1="0" x2="0" y1="{top}" y2="{bottom}"/>')
     shape = f'viewBox="0 0 {width} {height}" data-left="{left}" data-right="{right}" data-width="{width}"'
@@ -213,7 +217,7 @@ def _panel(label: str, lines: Lines, steps: tuple[int, int], size: tuple[int, in
 
 
 def _path(placed: list[tuple[float, float | None]]) -> str:
-    """SVG path data; a gap lifts the pen."""
+    """SVG path data; a gap starts a new subpath."""
     commands, drawing = [], False
     for px, py in placed:
         if py is not None:
@@ -222,7 +226,7 @@ def _path(placed: list[tuple[float, float | None]]) -> str:
     return "".join(commands)
 
 
-def _lone(placed: list[tuple[float, float | None]]) -> list[tuple[float, float]]:
+def _isolated_points(placed: list[tuple[float, float | None]]) -> list[tuple[float, float]]:
     """The points without a neighbour to draw a line to."""
     heights = [None, *(py for _, py in placed), None]
     return [
@@ -270,13 +274,13 @@ def _table(
     steps = sorted({step for column in columns for step in column})
     stride = max(1, math.ceil(len(steps) / _MOST_ROWS))
     # Evaluations are rare and wanted: they stay whatever the stride.
-    shown = [step for index, step in enumerate(steps) if index % stride == 0 or step in columns[1] or step == steps[-1]]
-    rows = "".join(
-        f"<tr><th scope=row>{step:,}</th>"
-        + "".join(f"<td>{_number(column[step]) if step in column else ''}</td>" for column in columns)
-        + "</tr>"
-        for step in shown
-    )
+    rows_shown = [
+        step for index, step in enumerate(steps) if index % stride == 0 or step in columns[1] or step == steps[-1]
+    ]
+    rows = ""
+    for step in rows_shown:
+        cells = "".join(f"<td>{_number(column[step]) if step in column else ''}</td>" for column in columns)
+        rows += f"<tr><th scope=row>{step:,}</th>{cells}</tr>"
     names = [
         "Step",
         "Training loss",
@@ -286,7 +290,7 @@ def _table(
         *(text for _, text, _ in lines),
     ]
     head = "".join(f"<th scope=col>{escape(name)}</th>" for name in names)
-    caption = f"<caption>{len(shown):,} of {len(steps):,} recorded steps</caption>"
+    caption = f"<caption>{len(rows_shown):,} of {len(steps):,} recorded steps</caption>"
     return f"{caption}<thead><tr>{head}</tr></thead><tbody>{rows}</tbody>"
 
 

@@ -1,8 +1,8 @@
-"""Watches how much of the GPU's memory the allocator holds without using it, and says once what to do about it.
+"""Monitors GPU memory fragmentation, and warns once with a remedy.
 
-PyTorch's allocator keeps what it has been given (reserved) and hands it out in pieces (allocated). Pieces of many sizes
-leave holes between them; when no hole is large enough it gives everything back and starts again, which waits for the
-device (a retry), and when that does not help the run is out of memory with memory to spare.
+PyTorch's allocator keeps the memory it reserved and allocates pieces of it. Pieces of many sizes leave holes between
+them; when no hole is large enough it frees everything and starts again, which syncs with the device (a retry), and when
+that does not help the run is out of memory with memory to spare.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _STATS = {
 
 
 def device_memory(device: torch.device, group: dist.ProcessGroup) -> Record:
-    """The allocator's figures, the largest over the ranks; nothing on a CPU."""
+    """Allocator statistics, the maximum over the ranks; empty on a CPU."""
     if device.type != "cuda":
         return {}
     figures = pick(torch.cuda.memory_stats(device))
@@ -37,19 +37,19 @@ def device_memory(device: torch.device, group: dist.ProcessGroup) -> Record:
 
 
 def pick(stats: dict[str, Any]) -> dict[str, int]:
-    """Ours of the allocator's many figures; it has none before the first allocation."""
+    """The allocator statistics we report; zero before the first allocation."""
     return {name: int(stats.get(key, 0)) for name, key in _STATS.items()}
 
 
 class MemoryWatch:
-    """Turns records into at most one warning of each kind a run."""
+    """Turns records into at most one warning of each kind per run."""
 
     def __init__(self, total: int) -> None:
         self._total = total
         self._told: set[str] = set()
 
     def warning(self, record: Record) -> str | None:
-        """What to tell the user of this record, if it is new."""
+        """The warning for this record; None if there is none or it was given before."""
         if "reserved_peak_bytes" not in record:
             return None
         used, reserved = record["allocated_peak_bytes"], record["reserved_peak_bytes"]

@@ -1,4 +1,4 @@
-"""The one durable record of a run: a JSON object per line, readable by any tool while the run goes on.
+"""The durable record of a run: JSON lines, readable by any tool while the run is in progress.
 
 A process can die in the middle of a line. Every reader and writer here tolerates such a torn last line, and only
 that: damage anywhere else is reported, because dropping records silently would falsify the curve.
@@ -25,7 +25,7 @@ class MetricsFile:
     def __init__(self, path: Path, tables: Tables | None = None) -> None:
         self.path, self._tables = path, tables
         path.parent.mkdir(parents=True, exist_ok=True)
-        _mend_tail(path)
+        _terminate_last_line(path)
         self._file = path.open("ab")
 
     def append(self, record: Record) -> None:
@@ -41,7 +41,7 @@ class MetricsFile:
             self._tables.append(clean)
 
     def truncate_after(self, step: int) -> None:
-        """Drops the records of later steps, so that a resumed run does not tell the same steps twice."""
+        """Drops the records of later steps, so that a resumed run does not report steps twice."""
         self._file.close()
         temporary = self.path.with_name(f"{self.path.name}.{os.getpid()}.tmp")
         try:
@@ -70,7 +70,7 @@ def read_metrics(path: Path) -> list[Record]:
 
 
 def flat(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """What a nested mapping holds, by paths with dots."""
+    """Yields the leaves of a nested mapping by dotted path."""
     if isinstance(value, dict) and value:
         for key, inner in value.items():
             yield from flat(inner, f"{path}.{key}" if path else str(key))
@@ -79,7 +79,7 @@ def flat(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _finite(value: Any, name: str, nonfinite: list[str]) -> Any:
-    """Replaces NaN and infinities, which JSON does not have, by null and notes where they stood."""
+    """Replaces NaN and infinities, which JSON does not have, by null and records their names."""
     if isinstance(value, float) and not math.isfinite(value):
         nonfinite.append(name)
         return None
@@ -115,8 +115,8 @@ def _parse(path: Path) -> list[tuple[Record, bytes]]:
     return parsed
 
 
-def _mend_tail(path: Path) -> None:
-    """Makes the file end in a newline, so that the next record does not grow onto a line cut by a crash."""
+def _terminate_last_line(path: Path) -> None:
+    """Terminates a line cut by a crash, so that the next record starts on its own line."""
     if not path.exists():
         return
     content = path.read_bytes()

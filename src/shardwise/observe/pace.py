@@ -1,12 +1,12 @@
-"""Who keeps the others waiting: how long each rank works on a step itself, compared over the ranks now and then.
+"""Finds slow ranks: compares, periodically, how long each rank computes in a step.
 
-Ranks end a step together, so their times per step are alike. What differs is how much of it each spends waiting for
-the others in collectives: the slow one waits least. On a CPU a thread looks 20 times a second whether the training
-thread stands at a wait (0.07 ms a look; hooks around collectives would keep them from overlapping). On a GPU the host
-runs ahead and sees no waiting: there one step in eight, and its collectives, are timed by events on their own streams.
+Ranks end a step together, so their times per step are equal. What differs is how much of it each spends waiting for
+the others in collectives: the slow one waits least. On a CPU a thread checks 20 times a second whether the training
+thread is waiting (0.07 ms per check; hooks around collectives would keep them from overlapping). On a GPU the host runs
+ahead and sees no waiting: there one step in eight, and its collectives, are timed by events on their own streams.
 
-A rank is slow when it works longer than the others by a wide margin in several comparisons in a row: a busy machine
-delays now this rank, now that one. Means over seconds are compared, and a rank with the median of the others.
+A rank is slow when it computes longer than the others by a wide margin in several comparisons in a row: a busy machine
+delays different ranks at different times. Means over seconds are compared, and a rank with the median of the others.
 """
 
 from __future__ import annotations
@@ -41,28 +41,28 @@ _COLLECTIVES = ("distributed/distributed_c10d.py", "distributed/_functional_coll
 
 
 class Slow:
-    """Judges the ranks by their working times; every rank that hears the same comes to the same verdict."""
+    """Detects slow ranks by their compute times; deterministic, so that all ranks reach the same verdict."""
 
     def __init__(self) -> None:
         self._row: dict[int, int] = {}
         self._told: set[int] = set()
 
     def hear(self, seconds: float, busy: list[float]) -> list[tuple[int, float, float]]:
-        """Given a step's time and each rank's work in it: who is newly found slow, its work and the others' median."""
-        found = []
+        """From a step's time and each rank's compute time: newly slow ranks, their time and the others' median."""
+        newly_slow = []
         for rank, own in enumerate(busy):
             usual = median(busy[:rank] + busy[rank + 1 :])
             late = own > SLOWER * usual and own - usual > max(LEAST, SHARE * seconds)
             self._row[rank] = self._row.get(rank, 0) + 1 if late else 0
             if self._row[rank] >= IN_A_ROW and rank not in self._told:
                 self._told.add(rank)
-                found.append((rank, own, usual))
-        return found
+                newly_slow.append((rank, own, usual))
+        return newly_slow
 
 
 @dataclass
 class Pace:
-    """This rank's working time, and the comparison with the others'."""
+    """Compute time of this rank, and its comparison with the others."""
 
     group: dist.ProcessGroup
     timer: Timer  # on a GPU it times collectives
@@ -76,7 +76,9 @@ class Pace:
         by_timer = self.timer.by_events or isinstance(self.timer, SampledTimer)
         self._looks = Looks() if self._size > 1 and not by_timer else None
         self._before = 0, 0.0, 0.0  # steps, seconds and waiting that a timer of every step had told of
-        self._steps, self._seconds, self._began = 0, 0.0, 0.0
+        self._steps = 0
+        self._seconds = 0.0
+        self._began = 0.0
         self.waiting: float | None = None  # share of a step, by the last comparison
 
     def __enter__(self) -> Pace:
@@ -89,7 +91,7 @@ class Pace:
             self._looks.stop()
 
     def begin(self) -> None:
-        """A step begins."""
+        """Marks the beginning of a step."""
         self._began = time.perf_counter()
         if self._looks is not None:
             self._looks.inside = True
@@ -97,21 +99,23 @@ class Pace:
             self.timer.begin()
 
     def end(self) -> None:
-        """Its training is done: what follows (reports, evaluation, saving) does not count."""
-        self._steps, self._seconds = self._steps + 1, self._seconds + time.perf_counter() - self._began
+        """Marks the end of a step's training: reports, evaluation and checkpoints do not count."""
+        self._steps += 1
+        self._seconds = self._seconds + time.perf_counter() - self._began
         if self._looks is not None:
             self._looks.inside = False
         elif isinstance(self.timer, SampledTimer):
             self.timer.end()
 
     def compare(self, step: int) -> list[Record]:
-        """With the other ranks, all of which call it at the same step: what is newly found, as records."""
+        """Collective over all ranks at the same step: returns newly slow ranks as records."""
         steps, seconds = self._steps, self._seconds
         self._steps, self._seconds = 0, 0.0
         if self._size == 1:
             return []
         if self._looks is not None:
-            seconds, share = seconds / max(1, steps), self._looks.share()
+            seconds = seconds / max(1, steps)
+            share = self._looks.share()
         else:
             seconds, share = self._timed()
         own = torch.tensor([seconds, -1.0 if share is None else share], dtype=torch.float64)
@@ -132,23 +136,28 @@ class Pace:
         ]  # fmt: skip
 
     def _timed(self) -> tuple[float, float | None]:
-        """Seconds of a step by the device's clock (the host's is ahead of it), and the share of them that it waited."""
+        """Seconds of a step by the device's clock (the host's is ahead of it), and the fraction spent waiting."""
         if isinstance(self.timer, SampledTimer):
             window = self.timer.sampled()
-            steps, whole, waited = window.steps, window.seconds.get(WHOLE, 0.0), _waited(window)
+            steps = window.steps
+            seconds = window.seconds.get(WHOLE, 0.0)
+            waited = _waited(window)
         else:  # it times every step, for the log: what it has told since the last comparison
-            total, before = self.timer.total, self._before
+            total = self.timer.total
+            before = self._before
             self._before = total.steps, total.whole, _waited(total)
-            steps, whole, waited = total.steps - before[0], total.whole - before[1], self._before[2] - before[2]
-        return (whole / steps, min(1.0, waited / whole)) if steps and whole > 0.0 else (0.0, None)
+            steps = total.steps - before[0]
+            seconds = total.whole - before[1]
+            waited = self._before[2] - before[2]
+        return (seconds / steps, min(1.0, waited / seconds)) if steps and seconds > 0.0 else (0.0, None)
 
 
 def _waited(window: Window) -> float:
     return sum(window.seconds.get(name, 0.0) for name in ("gather", "reduce"))
 
 
-def told(record: Record) -> str:
-    """A slow rank, in words."""
+def describe_slow_rank(record: Record) -> str:
+    """Message about a slow rank."""
     own, others = record["busy_seconds"], record["others_seconds"]
     return (
         f"step {record['step']}: rank {record['rank']} on {record['host']} is slow: it works {own:.3g} s on a step, "
@@ -158,7 +167,7 @@ def told(record: Record) -> str:
 
 
 class Looks:
-    """A thread that looks again and again whether the main thread waits for other ranks."""
+    """Thread that samples whether the main thread waits for other ranks."""
 
     def __init__(self) -> None:
         self.inside = False
@@ -177,8 +186,9 @@ class Looks:
         self._thread.join(timeout=2)
 
     def share(self) -> float | None:
-        """The share of looks that saw it wait, since this was last asked; None where they were too few."""
-        looked, waiting = self._looked, self._waiting
+        """Fraction of samples in which it waited, since the last call; None if there were too few."""
+        looked = self._looked
+        waiting = self._waiting
         if looked < FEWEST:
             return None
         self._looked = self._waiting = 0
@@ -193,7 +203,7 @@ class Looks:
                     self._waiting += self._waits(frame)
 
     def _waits(self, frame: FrameType) -> bool:
-        """Whether its innermost line is a collective or waits for one."""
+        """Whether the innermost frame is a collective or waits for one."""
         place = (frame.f_code.co_filename, frame.f_lineno or 0)  # None between two lines
         if place not in self._known:
             line = linecache.getline(*place)
@@ -202,11 +212,13 @@ class Looks:
 
 
 class SampledTimer(Timer):
-    """Hears of every collective and times those of one step in eight."""
+    """Timer that measures the collectives of one step in eight."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device, breakdown=False, comms=False)
-        self._number, self._sampling, self._sampled = 0, False, 0
+        self._number = 0
+        self._sampling = False
+        self._sampled = 0
         self._whole: AbstractContextManager[Any] = nullcontext()
 
     def begin(self) -> None:
@@ -220,11 +232,13 @@ class SampledTimer(Timer):
         if self._sampling:
             self._whole.__exit__(None, None, None)
             self._sampled += 1
-        self._number, self._sampling = self._number + 1, False
+        self._number += 1
+        self._sampling = False
 
     def sampled(self) -> Window:
-        """The steps that were timed since this was last asked; waits for the last of them."""
-        steps, self._sampled = self._sampled, 0
+        """The steps timed since the last call; waits for the last of them."""
+        steps = self._sampled
+        self._sampled = 0
         return self.flush(steps)
 
     def region(self, name: str) -> AbstractContextManager[Any]:

@@ -1,13 +1,12 @@
-"""Where a step's time goes, kernel by kernel: one step under torch's profiler, sorted into kinds of work.
+"""Profile of a step by kind of work, from one step under torch's profiler.
 
-On a GPU kernels are known by their names. What is counted for a kind is the time in which some kernel of it runs; what
-of that no other kind covers is `exposed`: the part that the step would be shorter by. The rest of the step is `idle`:
-the GPU waits for the host. On a CPU operators are known by their names, each with the time spent in itself; the rest is
-Python.
+On a GPU kernels are classified by name. The time of a kind is that in which some kernel of it runs; the part that no
+other kind covers is `exposed`: what the step would be shorter by. The rest of the step is `idle`: the GPU waits for the
+host. On a CPU operators are classified by name, each with its self time; the rest is Python.
 
 On a CPU collectives are gloo's, whose threads mark in the trace when they work on one (`gloo:all_gather`, …): from when
-a thread takes it up until it is done, waiting for other ranks among it. Of that, what lies beside operators of the
-threads that compute is hidden, the rest is exposed. Gloo makes a reduce-scatter by an all-reduce.
+a thread starts it until it is done, including waiting for other ranks. The part that overlaps with operators of the
+computing threads is hidden, the rest is exposed. Gloo implements reduce-scatter by an all-reduce.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ Span = tuple[float, float]
 
 @dataclass(frozen=True)
 class StepProfile:
-    """Seconds of one step by kind of work; `exposed` where others run beside it; the largest kernels by name."""
+    """Seconds of one step by kind of work; `exposed` is the part not overlapped; the largest kernels by name."""
 
     whole: float
     kinds: dict[str, float]
@@ -65,31 +64,32 @@ class StepProfile:
 
 @dataclass
 class Recorded:
-    """What a recording came to, once it is over."""
+    """Result of a recording, set when it ends."""
 
     profile: StepProfile | None = None
 
 
 @contextmanager
 def recording(device: torch.device, trace: Path | None = None) -> Iterator[Recorded]:
-    """Around a step, its update within `record_function(UPDATE)`; `trace`: a file for the profiler's JSON."""
-    cuda, recorded = device.type == "cuda", Recorded()
+    """Context that profiles a step, its update within `record_function(UPDATE)`; `trace`: file for the JSON trace."""
+    cuda = device.type == "cuda"
+    recorded = Recorded()
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
-    with profile(activities=activities) as found:
+    with profile(activities=activities) as profiler:
         with record_function("shardwise::step"):
             yield recorded
         if cuda:
             torch.cuda.synchronize(device)
     if trace is not None:
-        found.export_chrome_trace(str(trace))
-    events: list[Any] = list(found.events())
+        profiler.export_chrome_trace(str(trace))
+    events: list[Any] = list(profiler.events())
     recorded.profile = of_kernels(_kernels(events)) if cuda else of_operators(_operators(events))
 
 
 def profile_step(
     step: Callable[[], None], update: Callable[[], None], device: torch.device, trace: Path | None = None
 ) -> StepProfile:
-    """Takes a step (`step`, then `update`) and says what it was made of; `trace`: a file for the profiler's JSON."""
+    """Profiles a step (`step`, then `update`); `trace`: file for the profiler's JSON trace."""
     with recording(device, trace) as recorded:
         step()
         with record_function(UPDATE):
@@ -115,31 +115,35 @@ def _operators(events: list[Any]) -> list[tuple[str, float, float, float, int]]:
 
 
 def of_kernels(kernels: list[tuple[str, float, float]]) -> StepProfile:
-    """From (name, start, end) of every kernel of a step, in seconds, on any stream."""
+    """Profile from (name, start, end) of every kernel of a step, in seconds, on any stream."""
     if not kernels:
         return StepProfile(0.0, {}, {}, 0.0, [])
     spans: dict[str, list[tuple[float, float]]] = {}
     for name, start, end in kernels:
         spans.setdefault(_kind(name, KERNELS), []).append((start, end))
-    whole = max(end for _, _, end in kernels) - min(start for _, start, _ in kernels)
-    busy = _covered(span for mine in spans.values() for span in mine)
-    exposed = {
-        kind: busy - _covered(span for other, mine in spans.items() if other != kind for span in mine)
-        for kind in spans
-    }  # fmt: skip
-    kinds = {kind: _covered(mine) for kind, mine in spans.items()}
+    seconds = max(end for _, _, end in kernels) - min(start for _, start, _ in kernels)
+    busy = _covered(span for kind_spans in spans.values() for span in kind_spans)
+    exposed = {}
+    for kind in spans:
+        others = (span for other, kind_spans in spans.items() if other != kind for span in kind_spans)
+        exposed[kind] = busy - _covered(others)
+    kinds = {kind: _covered(kind_spans) for kind, kind_spans in spans.items()}
     collectives = [(n, s, e) for n, s, e in kernels if _kind(n, KERNELS) == "communication"]
-    sent = _sent(collectives, [span for kind, mine in spans.items() if kind != "communication" for span in mine])
-    return StepProfile(whole, _sorted(kinds), exposed, whole - busy, _largest((n, e - s) for n, s, e in kernels), sent)
+    sent = _collective_seconds(
+        collectives, [span for kind, kind_spans in spans.items() if kind != "communication" for span in kind_spans]
+    )
+    return StepProfile(
+        seconds, _sorted(kinds), exposed, seconds - busy, _largest((n, e - s) for n, s, e in kernels), sent
+    )
 
 
 def of_operators(operators: list[tuple[str, float, float, float, int]]) -> StepProfile:
-    """From (name, start, end, own seconds, thread) of every operator of a step, within a range of its own."""
+    """Profile from (name, start, end, self seconds, thread) of every operator of a step."""
     begin, end = next((s, e) for name, s, e, _, _ in operators if name == "shardwise::step")
     updates = [(s, e) for name, s, e, _, _ in operators if name == UPDATE]
     senders = {thread for name, _, _, _, thread in operators if name.startswith("gloo:")}
     kinds: dict[str, float] = defaultdict(float)
-    named: list[tuple[str, float]] = []
+    by_name: list[tuple[str, float]] = []
     collectives: list[tuple[str, float, float]] = []
     computing: list[Span] = []
     calling: list[Span] = []  # collectives, or waiting for them, on threads that compute
@@ -148,35 +152,42 @@ def of_operators(operators: list[tuple[str, float, float, float, int]]) -> StepP
             continue
         if thread in senders:
             collectives += [(name, start, stop)] if name.startswith("gloo:") else []
-            named += [(name, stop - start)] if name.startswith("gloo:") else []
+            by_name += [(name, stop - start)] if name.startswith("gloo:") else []
             continue
         inside = any(s <= start and stop <= e for s, e in updates)
         kind = "optimizer" if inside else _kind(name, OPERATORS)
         kinds[kind] += own
         calling += [(start, stop)] if kind == "communication" else []
-        named.append((name, own))
+        by_name.append((name, own))
         if re.search(COMPUTING, name):
             computing.append((start, stop))
-    exposed, whole = dict(kinds), end - begin
+    exposed = dict(kinds)
+    seconds = end - begin
     if collectives:  # who waits for one does so while it runs: the time counts once
         spans = [(s, e) for _, s, e in collectives]
-        exposed["communication"] = _beside([*spans, *calling], computing)
-        kinds["communication"] = _covered(spans) + exposed["communication"] - _beside(spans, computing)
-    idle = max(0.0, whole - sum(exposed.values()))
-    return StepProfile(whole, _sorted(kinds), exposed, idle, _largest(named), _sent(collectives, computing))
+        exposed["communication"] = _exposed_seconds([*spans, *calling], computing)
+        kinds["communication"] = _covered(spans) + exposed["communication"] - _exposed_seconds(spans, computing)
+    idle = max(0.0, seconds - sum(exposed.values()))
+    return StepProfile(
+        seconds, _sorted(kinds), exposed, idle, _largest(by_name), _collective_seconds(collectives, computing)
+    )
 
 
-def _sent(collectives: list[tuple[str, float, float]], computing: list[Span]) -> dict[str, list[float]]:
-    """Seconds of gathers, of reductions and of all, and what of each no computing is beside."""
+def _collective_seconds(collectives: list[tuple[str, float, float]], computing: list[Span]) -> dict[str, list[float]]:
+    """Seconds of gathers, of reductions and of all collectives, and the exposed part of each."""
     kinds: dict[str, list[Span]] = {"gathers": [], "reductions": [], "all": []}
     for name, start, stop in collectives:
         kinds["reductions" if re.search(REDUCTIONS, name) else "gathers"].append((start, stop))
         kinds["all"].append((start, stop))
-    return {kind: [_covered(mine), _beside(mine, computing)] for kind, mine in kinds.items() if mine}
+    return {
+        kind: [_covered(kind_spans), _exposed_seconds(kind_spans, computing)]
+        for kind, kind_spans in kinds.items()
+        if kind_spans
+    }
 
 
-def _beside(spans: list[Span], others: list[Span]) -> float:
-    """Seconds of spans in which none of the others is."""
+def _exposed_seconds(spans: list[Span], others: list[Span]) -> float:
+    """Seconds of spans that no other span overlaps."""
     return _covered([*spans, *others]) - _covered(others)
 
 
@@ -185,17 +196,18 @@ def _kind(name: str, table: tuple[tuple[str, str], ...]) -> str:
 
 
 def _covered(spans: Iterable[tuple[float, float]]) -> float:
-    """Seconds in which at least one of them is."""
-    total, until = 0.0, float("-inf")
+    """Seconds covered by at least one span."""
+    total = 0.0
+    until = float("-inf")
     for start, end in sorted(spans):
         total += max(0.0, end - max(start, until))
         until = max(until, end)
     return total
 
 
-def _largest(named: Iterable[tuple[str, float]]) -> list[tuple[str, float, int]]:
+def _largest(operations: Iterable[tuple[str, float]]) -> list[tuple[str, float, int]]:
     sums: dict[str, list[float]] = {}
-    for name, seconds in named:
+    for name, seconds in operations:
         sums.setdefault(name, []).append(seconds)
     lines = sorted(((name, sum(times), len(times)) for name, times in sums.items()), key=lambda line: -line[1])
     return lines[:SHOWN]

@@ -1,4 +1,4 @@
-"""What the user watches while a run goes on: one live line on a terminal, plain lines anywhere else.
+"""Progress display of a run: one live line on a terminal, plain lines anywhere else.
 
 The live line must be calm: its columns have fixed widths and come and go with the terminal's width only, never with
 the values, so that nothing jumps when a loss gains a digit.
@@ -31,7 +31,7 @@ _MEAN_WEIGHT = 0.9  # of the past in the running mean that colours the loss: abo
 
 @dataclass(frozen=True)
 class _LineColumn:
-    """One value of the line; the columns with the highest rank are the first to go on a narrow terminal."""
+    """One column of the line; the columns with the highest rank are dropped first on a narrow terminal."""
 
     key: str
     rank: int
@@ -42,7 +42,7 @@ class _LineColumn:
 
 
 class Progress:
-    """Shows training records as they come; `SHARDWISE_PROGRESS` = plain, live or off overrides what it finds."""
+    """Displays training records; `SHARDWISE_PROGRESS` = plain, live or off overrides the detected mode."""
 
     def __init__(
         self, total_steps: int, first_step: int = 0, refresh: float = 0.2, console: Console | None = None
@@ -81,8 +81,8 @@ class Progress:
             self._print_plain()
 
     def update(self, record: Record) -> None:
-        """Shows a training record."""
-        self._judge_loss(_number(record.get("loss")))
+        """Displays a training record."""
+        self._color_loss(_number(record.get("loss")))
         self._seen.update(key for key, value in record.items() if value is not None)
         self._by_source |= {name: _number(value) for name, value in (record.get("losses") or {}).items()}
         self._received = time.monotonic()
@@ -92,18 +92,18 @@ class Progress:
             self._print_plain()
 
     def evaluated(self, record: Record) -> None:
-        """Shows an evaluation record above the line."""
+        """Prints an evaluation record above the line."""
         line = Text(f"step {record['step']}  evaluation", style="bold" if self.mode == "live" else "")
-        for key, given in record.items():  # loss, perplexity, and what the objective tells: an accuracy, a margin
-            if key not in ("step", "time") and (value := _number(given)) is not None:
+        for key, figure in record.items():  # loss, perplexity, and what the objective tells: an accuracy, a margin
+            if key not in ("step", "time") and (value := _number(figure)) is not None:
                 line.append(f"  {key} {_six(value)}")
-        told = {name: _number(value) for name, value in (record.get("losses") or {}).items()}
-        if told:
-            line.append("  (" + ", ".join(f"{n} {'-' if v is None else _six(v)}" for n, v in told.items()) + ")")
+        losses = {name: _number(value) for name, value in (record.get("losses") or {}).items()}
+        if losses:
+            line.append("  (" + ", ".join(f"{n} {'-' if v is None else _six(v)}" for n, v in losses.items()) + ")")
         self._print(line)
 
     def note(self, text: str) -> None:
-        """Shows a message above the line."""
+        """Prints a message above the line."""
         self._print(Text(text))
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
@@ -117,12 +117,13 @@ class Progress:
             self._console.print(text, soft_wrap=self.mode == "plain")
 
     def _print_plain(self) -> None:
-        self._pending, self._printed_at = False, time.monotonic()
+        self._pending = False
+        self._printed_at = time.monotonic()
         cells = [cell for _, cell in self._cells()]
         self._console.print(Text("step " + "  ".join(cell.plain.rstrip() for cell in cells)), soft_wrap=True)
 
-    def _judge_loss(self, loss: float | None) -> None:
-        """Picks the colour of the loss against its running mean, then lets the mean move."""
+    def _color_loss(self, loss: float | None) -> None:
+        """Picks the colour of the loss against its running mean, then updates the mean."""
         if loss is None:
             self._loss_style = ""
         elif not math.isfinite(loss):
@@ -130,14 +131,16 @@ class Progress:
         elif self._mean is None:
             self._mean, self._loss_style = loss, ""
         else:
-            self._loss_style = "green" if loss < self._mean else "yellow" if loss > self._mean else ""
+            self._loss_style = "green" if loss < self._mean else ""
+            if loss > self._mean:
+                self._loss_style = "yellow"
             self._mean = _MEAN_WEIGHT * self._mean + (1 - _MEAN_WEIGHT) * loss
 
     def _step(self) -> int:
         return self._first if self._record is None else int(self._record["step"])
 
     def _values(self) -> Record:
-        """The latest record with its clocks moved on, so that the line lives while a long step runs."""
+        """The latest record with its clocks advanced, so that the line moves during a long step."""
         if self._record is None:
             return {}
         since = time.monotonic() - self._received if self.mode == "live" else 0.0
@@ -148,7 +151,7 @@ class Progress:
         return values
 
     def _cells(self) -> list[tuple[int, Text]]:
-        """The columns that have something to show, each with its rank and padded to its fixed width."""
+        """The columns that have a value, each with its rank and padded to its fixed width."""
         width = len(str(self._total))
         cells = [(0, Text(f"{self._step():>{width}}/{self._total}", style="bold" if self.mode == "live" else ""))]
         if self._record is None:
@@ -158,30 +161,30 @@ class Progress:
             if column.key not in self._seen and column.key != "elapsed_seconds":
                 continue  # an MFU on a device of unknown peak, for one, never comes
             value = _number(values.get(column.key))
-            shown = "-" if value is None else column.show(value)
+            text = "-" if value is None else column.show(value)
             cell = Text()
             cell.append(column.before, style="dim").append(
-                shown, style=self._loss_style if column.key == "loss" else ""
+                text, style=self._loss_style if column.key == "loss" else ""
             ).append(column.after, style="dim")
-            cell.append(" " * (column.width - len(shown)))
+            cell.append(" " * (column.width - len(text)))
             cells.append((column.rank, cell))
         for rank, (name, value) in enumerate(self._by_source.items(), max(c.rank for c in _COLUMNS) + 1):
-            shown = "-" if value is None else _six(value)
-            cells.append((rank, Text(f"{_short(name)} ", style="dim").append(f"{shown:<6}", style="default")))
+            text = "-" if value is None else _six(value)
+            cells.append((rank, Text(f"{_short(name)} ", style="dim").append(f"{text:<6}", style="default")))
         return cells
 
     def _line(self, room: int, ascii_only: bool) -> Text:
-        """The live line: as many columns as fit, by rank, and a bar that takes what is left."""
+        """The live line: as many columns as fit, by rank, and a bar in the remaining room."""
         cells = self._cells()
         widths = {rank: cell.cell_len for rank, cell in cells} | {_BAR_RANK: _BAR_WIDTHS[0]}
-        kept: set[int] = set()
+        fitting: set[int] = set()
         used = -_GAP
         for rank in sorted(widths):
             if used + _GAP + widths[rank] <= room:
                 used += _GAP + widths[rank]
-                kept.add(rank)
-        parts = [cell for rank, cell in cells if rank in kept]
-        if _BAR_RANK in kept:
+                fitting.add(rank)
+        parts = [cell for rank, cell in cells if rank in fitting]
+        if _BAR_RANK in fitting:
             parts.insert(0, self._bar(min(_BAR_WIDTHS[1], _BAR_WIDTHS[0] + room - used), ascii_only))
         line = Text(" " * _GAP).join(parts)
         line.no_wrap, line.overflow = True, "crop"
@@ -195,15 +198,15 @@ class Progress:
 
 
 def _mode(console: Console) -> str:
-    wanted = os.environ.get("SHARDWISE_PROGRESS", "")
-    if wanted not in ("", "plain", "live", "off"):
-        raise UserError("SHARDWISE_PROGRESS", wanted, "unknown mode", "set it to plain, live or off, or leave it unset")
-    if wanted in ("plain", "off"):
-        return wanted
+    mode = os.environ.get("SHARDWISE_PROGRESS", "")
+    if mode not in ("", "plain", "live", "off"):
+        raise UserError("SHARDWISE_PROGRESS", mode, "unknown mode", "set it to plain, live or off, or leave it unset")
+    if mode in ("plain", "off"):
+        return mode
     # A dumb terminal cannot move its cursor, so not even `live` can be had there.
     if os.environ.get("TERM", "").lower() in ("dumb", "unknown"):
         return "plain"
-    return "live" if wanted == "live" or console.is_terminal else "plain"
+    return "live" if mode == "live" or console.is_terminal else "plain"
 
 
 def _number(value: object) -> float | None:
@@ -216,7 +219,7 @@ def _scientific(value: float, digits: int = 1) -> str:
 
 
 def _six(value: float) -> str:
-    """A number in at most six characters, with as many digits as they hold."""
+    """Formats a number in at most six characters."""
     size = abs(value)
     if not math.isfinite(value) or value == 0:
         return f"{value:g}"
@@ -226,7 +229,7 @@ def _six(value: float) -> str:
 
 
 def _four(value: float) -> str:
-    """A number in about four characters."""
+    """Formats a number in about four characters."""
     if not math.isfinite(value) or value == 0:
         return f"{value:g}"
     if 0.01 <= abs(value) < 999.5:
@@ -235,7 +238,7 @@ def _four(value: float) -> str:
 
 
 def _short(name: str) -> str:
-    """A source's name in at most 12 characters: the end of it, where names of files differ."""
+    """Shortens a source's name to 12 characters, keeping the end, where file names differ."""
     return name[-12:]
 
 
@@ -248,19 +251,23 @@ def _rate(value: float) -> str:
 
 def _gibibytes(value: float) -> str:
     size = value / 2**30
-    return f"{size:.2f}" if size < 10 else f"{size:.1f}" if size < 1000 else f"{size:.0f}"
+    if size < 10:
+        return f"{size:.2f}"
+    return f"{size:.1f}" if size < 1000 else f"{size:.0f}"
 
 
 def _duration(seconds: float) -> str:
     if not math.isfinite(seconds):
         return "-"
-    whole = round(seconds)
-    minutes, hours, days = whole // 60, whole // 3600, whole // 86400
+    rounded = round(seconds)
+    minutes = rounded // 60
+    hours = rounded // 3600
+    days = rounded // 86400
     if days:
         return f"{days}d{hours % 24:02}h"
     if hours:
         return f"{hours}h{minutes % 60:02}m"
-    return f"{minutes}m{whole % 60:02}s" if minutes else f"{whole}s"
+    return f"{minutes}m{rounded % 60:02}s" if minutes else f"{rounded}s"
 
 
 _COLUMNS = (

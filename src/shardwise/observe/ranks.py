@@ -1,9 +1,9 @@
-"""What each rank and each host tells of itself, for those who watch: a file of records beside the rank's log.
+"""Records of each rank and each host, for `shardwise watch`: JSON lines beside the rank's log.
 
-metrics.jsonl is the run's one durable record and the main rank's alone. Whether one rank is slower or fuller than the
-others, and whether the host runs out of memory or disk, is seen only where it happens; so every rank appends a line of
-its own at log time, from figures that it has by then, and the first rank of a host has a thread that looks at the host.
-Nothing here waits for a device, and nothing here may end a run: a disk that is full stops these files, not training.
+metrics.jsonl is the run's durable record, written by the main rank alone. Whether one rank is slower or fuller than the
+others, and whether a host runs out of memory or disk, is only visible locally; so every rank appends its own line at
+log time, from values it already has, and the first rank of a host has a thread that samples the host. Nothing here
+syncs with a device, and nothing here may end a run: a full disk stops these files, not training.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ WAITS = ("gather", "reduce")  # of a breakdown: where a rank that is early waits
 
 
 def rank_file(logs: Path, rank: int) -> Path:
-    """Where a rank's records lie; a new start removes it with the rank's log."""
+    """Path of a rank's records; a new start removes it with the rank's log."""
     return logs / f"rank-{rank}.metrics.jsonl"
 
 
 def host_file(logs: Path, rank: int) -> Path:
-    """Where the first rank of a host tells of the host."""
+    """Path of a host's records, written by its first rank."""
     return logs / f"rank-{rank}.host.jsonl"
 
 
 class RankFile:
-    """One line per report of this rank; the first says who writes."""
+    """Appends one line per report of this rank; the first identifies the process."""
 
     def __init__(self, logs: Path, rank: int, size: int, device: str) -> None:
         self._process = psutil.Process()
-        self._cpu = self._spent()
+        self._cpu = self._cpu_time()
         self._lines = _Lines(rank_file(logs, rank))
         self._lines.write({
             "kind": "start", "rank": rank, "size": size, "device": device, "host": socket.gethostname(),
@@ -48,40 +48,43 @@ class RankFile:
         })  # fmt: skip
 
     def report(self, records: list[Record], waiting: float | None = None) -> None:
-        """What this rank knows of the steps that these records tell of; `waiting`: its share, by pace.py."""
+        """Writes this rank's measurements for these records' steps; `waiting`: fraction from pace.py."""
         if not records:
             return
-        last, spent = records[-1], self._spent()
-        told = sum(record["tokens"] for record in records)
+        last = records[-1]
+        cpu_seconds = self._cpu_time()
+        tokens = sum(record["tokens"] for record in records)
         # The speed is by this rank's own clock, so the time it stands for is this rank's too, saving left out.
-        seconds = told / last["tokens_per_second"] / len(records) if last["tokens_per_second"] else None
+        seconds = tokens / last["tokens_per_second"] / len(records) if last["tokens_per_second"] else None
         line: Record = {
             "kind": "rank", "step": last["step"], "seconds": seconds and round(seconds, 6),
-            "cpu_seconds": round((spent - self._cpu) / len(records), 6), "memory_bytes": last["memory_bytes"],
+            "cpu_seconds": round((cpu_seconds - self._cpu) / len(records), 6), "memory_bytes": last["memory_bytes"],
             "rss_bytes": int(self._process.memory_info().rss), "time": time.time(),
         }  # fmt: skip
         if parts := last.get("breakdown"):
             line["waiting"] = round(sum(parts.get(name, 0.0) for name in WAITS), 6)
         elif waiting is not None and seconds:
             line["waiting"] = round(waiting * seconds, 6)
-        self._cpu = spent
+        self._cpu = cpu_seconds
         self._lines.write(line)
 
     def close(self, outcome: str) -> None:
-        """The last line: how it ended for this rank."""
+        """Writes the last line: how this rank ended."""
         self._lines.write({"kind": "end", "outcome": outcome, "time": time.time()})
         self._lines.close()
 
-    def _spent(self) -> float:
+    def _cpu_time(self) -> float:
         times = self._process.cpu_times()
         return float(times.user + times.system)
 
 
 class HostFigures:
-    """Looks at this host every few seconds in a thread of its own, until it is told to stop."""
+    """Thread that samples this host every few seconds until it is closed."""
 
     def __init__(self, file: Path, folder: Path, seconds: float = HOST_SECONDS) -> None:
-        self._lines, self._folder, self._seconds = _Lines(file), folder, seconds
+        self._lines = _Lines(file)
+        self._folder = folder
+        self._seconds = seconds
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="host-watch", daemon=True)
 
@@ -96,17 +99,19 @@ class HostFigures:
 
     def _run(self) -> None:
         psutil.cpu_percent()  # the first answer is of no interval
-        before, at = _traffic(), time.monotonic()
+        before = _traffic()
+        at = time.monotonic()
         while not self._stop.wait(self._seconds):
             with contextlib.suppress(OSError, psutil.Error):
-                now, instant = _traffic(), time.monotonic()
+                now = _traffic()
+                instant = time.monotonic()
                 rates = {f"{name}_per_second": round((now[name] - before[name]) / (instant - at)) for name in now}
                 before, at = now, instant
                 self._lines.write(host_now(self._folder) | rates)
 
 
 def host_now(folder: Path) -> Record:
-    """CPU, memory and disk (of that folder) of this host, now."""
+    """Current CPU, memory and disk (of that folder) usage of this host."""
     memory, disk = psutil.virtual_memory(), psutil.disk_usage(str(folder))
     return {
         "kind": "host", "host": socket.gethostname(), "cpu_percent": psutil.cpu_percent(),
@@ -117,18 +122,18 @@ def host_now(folder: Path) -> Record:
 
 
 def _traffic() -> dict[str, int]:
-    """Bytes since the host came up; what a container hides is left out."""
+    """Bytes of disk and network traffic since boot; without what a container hides."""
     disk, network = psutil.disk_io_counters(), psutil.net_io_counters()
-    found: dict[str, Any] = {}
+    traffic: dict[str, Any] = {}
     if disk is not None:
-        found |= {"disk_read": disk.read_bytes, "disk_written": disk.write_bytes}
+        traffic |= {"disk_read": disk.read_bytes, "disk_written": disk.write_bytes}
     if network is not None:
-        found |= {"network_received": network.bytes_recv, "network_sent": network.bytes_sent}
-    return found
+        traffic |= {"network_received": network.bytes_recv, "network_sent": network.bytes_sent}
+    return traffic
 
 
 class _Lines:
-    """A file of JSON lines, begun anew by each start; the first that cannot be written is the last that is tried."""
+    """A JSON-lines file, restarted by each start; writing stops after the first failure."""
 
     def __init__(self, file: Path) -> None:
         self._file: Any = None
@@ -146,7 +151,8 @@ class _Lines:
             self.close()
 
     def close(self) -> None:
-        file, self._file = self._file, None
+        file = self._file
+        self._file = None
         if file is not None:
             with contextlib.suppress(OSError):
                 file.close()

@@ -1,4 +1,4 @@
-"""The figures of metrics.jsonl as CSV files, one per figure, for tools that read nothing else."""
+"""The metrics of metrics.jsonl as CSV files, one per metric."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _FIGURES = (
 
 
 class Tables:
-    """Keeps `train_loss.csv`, `eval_loss.csv`, … in a folder: a header, then step and value per line."""
+    """Maintains `train_loss.csv`, `eval_loss.csv`, … in a folder: a header, then step and value per line."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
 
     def rewrite(self, records: list[dict[str, Any]]) -> None:
-        """Makes the files say what these records say, and no more: a resumed run does not tell its steps twice."""
+        """Rewrites the files from these records, so that a resumed run does not report steps twice."""
         for kind in ("train", "eval"):
             for figure in _FIGURES:
                 self._file(kind, figure).unlink(missing_ok=True)
@@ -28,7 +28,7 @@ class Tables:
             self.append(record)
 
     def append(self, record: dict[str, Any]) -> None:
-        """One more record of training or evaluation."""
+        """Appends a record of training or evaluation."""
         for figure in _FIGURES:
             if figure not in record:
                 continue

@@ -1,6 +1,6 @@
-"""What the user watches while data are read and tokenised: a bar per source, or in a log a line now and then.
+"""Progress display of reading and tokenising: a bar per source, or occasional lines in a log.
 
-It goes to standard error, so that what the command prints stays clean.
+It is written to standard error, so that the command's output stays clean.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _WIDE = 70
 
 
 class TokenisingProgress:
-    """Shows how far each source is; `SHARDWISE_PROGRESS` = plain, live or off overrides what it finds.
+    """Displays the progress of each source; `SHARDWISE_PROGRESS` = plain, live or off overrides the detected mode.
 
     Use as a context manager; `update` is cheap and may be called for every chunk.
     """
@@ -36,7 +36,8 @@ class TokenisingProgress:
         self.mode = _mode(self._console)
         if self.mode == "live" and not self._console.is_terminal:
             self._console = Console(file=self._console.file, force_terminal=True, width=self._console.width)
-        self._names, self._interval = [one_line(name) for name in names], interval
+        self._names = [one_line(name) for name in names]
+        self._interval = interval
         self._begun: dict[int, float] = {}
         self._printed: dict[int, float] = {}
         self._tasks: dict[int, TaskID] = {}
@@ -65,7 +66,7 @@ class TokenisingProgress:
             self._bars.stop()
 
     def update(self, source_index: int, rows_done: int, rows_total: int | None, tokens: int) -> None:
-        """A source has come this far; `rows_total` None = not known."""
+        """Updates the progress of a source; `rows_total` is None if unknown."""
         if self.mode == "off":
             return
         now = time.monotonic()
@@ -84,9 +85,9 @@ class TokenisingProgress:
             self._tasks[source_index] = self._bars.add_task(self._names[source_index], visible=False, tokens=0)
         task = self._tasks[source_index]
         self._bars.update(task, completed=rows_done, total=rows_total, tokens=tokens)
-        for place, one in enumerate(sorted(self._bars.tasks, key=lambda t: (t.finished, t.id))):
-            if one.visible != (place < _MOST_BARS):  # those at work first
-                self._bars.update(one.id, visible=not one.visible)
+        for place, task_shown in enumerate(sorted(self._bars.tasks, key=lambda t: (t.finished, t.id))):
+            if task_shown.visible != (place < _MOST_BARS):  # those at work first
+                self._bars.update(task_shown.id, visible=not task_shown.visible)
 
     def _plain(self, index: int, done: int, total: int | None, tokens: int, seconds: float) -> str:
         speed = done / seconds if seconds > 0 else 0.0
@@ -96,11 +97,11 @@ class TokenisingProgress:
 
 
 class _Name(ProgressColumn):
-    """The name of a source, never read as markup."""
+    """The name of a source, never parsed as markup."""
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, limit: int) -> None:
         super().__init__(Column(no_wrap=True))
-        self._most = most
+        self._most = limit
 
     def render(self, task: Task) -> Text:
         name = Text(task.description)
@@ -109,7 +110,7 @@ class _Name(ProgressColumn):
 
 
 class _Figures(ProgressColumn):
-    """Rows, rows per second, tokens and the time left: as much as the width holds."""
+    """Rows, rows per second, tokens and the remaining time, as far as the width allows."""
 
     def __init__(self, width: int) -> None:
         super().__init__(Column(no_wrap=True))

@@ -1,8 +1,8 @@
-"""Hands the figures of metrics.jsonl on to the trackers that people have (TensorBoard, W&B, Trackio, MLflow).
+"""Forwards the metrics of metrics.jsonl to trackers (TensorBoard, W&B, Trackio, MLflow).
 
-Each has a thread and a queue of its own: a slow one costs training nothing, and a failing one is told once and dropped,
-for the figures are in metrics.jsonl in any case. Keys are the trackers' own business: they read them from where they
-always do (the environment, their login), we neither take nor write any, and what we say of failures leaves them out.
+Each has its own thread and queue: a slow one does not delay training, and a failing one is reported once and dropped,
+as the metrics are in metrics.jsonl in any case. Trackers read their API keys from their usual places (the environment,
+their login); we neither read nor write any, and our messages about failures redact them.
 """
 
 from __future__ import annotations
@@ -31,36 +31,36 @@ LONGEST = 250  # characters of a setting
 
 
 class Tracker(Protocol):
-    """What takes figures."""
+    """Interface of a tracker."""
 
     def log(self, step: int, figures: dict[str, float]) -> None:
-        """The figures of one step."""
+        """Logs the metrics of one step."""
 
     def close(self) -> None:
-        """No more will come."""
+        """Flushes and closes the tracker."""
 
 
 Open = Callable[[Path, dict[str, Any], int], Tracker]  # output folder, flat settings, step that the run goes on from
 
 
 class Trackers:
-    """All trackers of a run; `put` never waits, `troubles` has what is to be told."""
+    """All trackers of a run; `put` never blocks, `troubles` returns failures to report."""
 
     def __init__(self, openers: dict[str, Open], output: Path, settings: dict[str, Any], step: int) -> None:
-        shown = {name: redact(str(value))[:LONGEST] for name, value in flat(settings)}
-        self._lanes = [_Lane(name, opener, output, shown, step) for name, opener in openers.items()]
+        redacted = {name: redact(str(value))[:LONGEST] for name, value in flat(settings)}
+        self._lanes = [_Lane(name, opener, output, redacted, step) for name, opener in openers.items()]
 
     def put(self, record: Record) -> None:
-        """One more record of training or evaluation."""
+        """Queues a record of training or evaluation."""
         for lane in self._lanes:
             lane.put(record)
 
     def troubles(self) -> list[str]:
-        """What went wrong since it was last asked, each once."""
+        """Failures since the last call, each once."""
         return [lane.told() for lane in self._lanes if lane.failed and not lane.was_told]
 
     def close(self, failed: bool = False) -> None:
-        """Lets them take what waits, within bounds; after a failure there is more urgent news."""
+        """Waits a bounded time for queued records; shorter after a failure."""
         deadline = time.monotonic() + (HURRIED_SECONDS if failed else LAST_SECONDS)
         for lane in self._lanes:
             lane.put(None)
@@ -72,7 +72,9 @@ class _Lane:
     """One tracker in its thread."""
 
     def __init__(self, name: str, opener: Open, output: Path, settings: dict[str, Any], step: int) -> None:
-        self.name, self.failed, self.was_told = name, "", False
+        self.name = name
+        self.failed = ""
+        self.was_told = False
         self._queue: queue.Queue[Record | None] = queue.Queue(MOST_WAITING)
         self._thread = threading.Thread(
             target=self._run, args=(opener, output, settings, step), name=f"tracker {name}", daemon=True
@@ -111,18 +113,19 @@ class _Lane:
 
 
 def figures_of(record: Record) -> dict[str, float]:
-    """The numbers of a record by name: `train/loss`, `eval/loss/web`, `train/seconds/forward`."""
-    kind, found = record.get("kind"), dict[str, Any]()
+    """Numbers of a record by name: `train/loss`, `eval/loss/web`, `train/seconds/forward`."""
+    kind = record.get("kind")
+    figures = dict[str, Any]()
     for name, value in record.items():
         if name in NESTED and isinstance(value, dict):
-            found |= {f"{kind}/{NESTED[name]}/{inner}": v for inner, v in value.items() if _is_number(v)}
+            figures |= {f"{kind}/{NESTED[name]}/{inner}": v for inner, v in value.items() if _is_number(v)}
         elif name not in NO_FIGURES and _is_number(value):
-            found[f"{kind}/{name}"] = value
-    return {name: float(value) for name, value in found.items()}
+            figures[f"{kind}/{name}"] = value
+    return {name: float(value) for name, value in figures.items()}
 
 
 def openers_of(names: Sequence[str]) -> dict[str, Open]:
-    """By name; the packages are imported in their threads."""
+    """Constructors of the trackers by name; the packages are imported in their threads."""
     known: dict[str, Open] = {
         "tensorboard": _Tensorboard, "wandb": _Wandb, "trackio": _Trackio, "mlflow": _Mlflow,
     }  # fmt: skip
@@ -130,7 +133,7 @@ def openers_of(names: Sequence[str]) -> dict[str, Open]:
 
 
 class _Tensorboard:
-    """Event files in output/tensorboard; a resumed run hides the steps after its checkpoint."""
+    """TensorBoard event files in output/tensorboard; a resumed run hides the steps after its checkpoint."""
 
     def __init__(self, output: Path, settings: dict[str, Any], step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -148,14 +151,14 @@ class _Tensorboard:
 
 
 class _Wandb:
-    """The same run of W&B's for the same output folder, so that a resumed run goes on there."""
+    """A W&B run per output folder, so that a resumed run continues it."""
 
     def __init__(self, output: Path, settings: dict[str, Any], step: int) -> None:
         import wandb
 
         project = os.environ.get("WANDB_PROJECT", "shardwise")
         self._run: Any = wandb.init(
-            project=project, name=output.name, id=_kept_id(output, "wandb"), resume="allow", dir=str(output),
+            project=project, name=output.name, id=_tracker_run_id(output, "wandb"), resume="allow", dir=str(output),
             config=settings,
         )  # fmt: skip
 
@@ -167,16 +170,18 @@ class _Wandb:
 
 
 class _Trackio:
-    """Trackio's database, wherever it keeps it."""
+    """Trackio's database, wherever it is configured."""
 
     def __init__(self, output: Path, settings: dict[str, Any], step: int) -> None:
         import trackio
 
         self._trackio: Any = trackio
         trackio.init(
-            project=os.environ.get("TRACKIO_PROJECT", "shardwise"), name=f"{output.name}-{_kept_id(output, 'trackio')}",
-            config=settings, resume="allow",
-        )  # fmt: skip
+            project=os.environ.get("TRACKIO_PROJECT", "shardwise"),
+            name=f"{output.name}-{_tracker_run_id(output, 'trackio')}",
+            config=settings,
+            resume="allow",
+        )
 
     def log(self, step: int, figures: dict[str, float]) -> None:
         self._trackio.log(figures, step=step)
@@ -186,7 +191,7 @@ class _Trackio:
 
 
 class _Mlflow:
-    """The server that MLFLOW_TRACKING_URI names, else a database in the output folder."""
+    """The server of MLFLOW_TRACKING_URI, else a database in the output folder."""
 
     def __init__(self, output: Path, settings: dict[str, Any], step: int) -> None:
         from mlflow import MlflowClient
@@ -196,8 +201,8 @@ class _Mlflow:
         self._client: Any = MlflowClient(place)
         self._metric: Any = Metric
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "shardwise")
-        found = self._client.get_experiment_by_name(name)
-        experiment = found.experiment_id if found else self._client.create_experiment(name)
+        existing = self._client.get_experiment_by_name(name)
+        experiment = existing.experiment_id if existing else self._client.create_experiment(name)
         run = self._client.create_run(experiment, run_name=output.name)
         self._id = run.info.run_id
         params = [Param(name, value) for name, value in settings.items() if value]
@@ -214,8 +219,8 @@ class _Mlflow:
         self._client.set_terminated(self._id)
 
 
-def _kept_id(output: Path, tracker: str) -> str:
-    """The name under which a tracker knows this output folder; it is no secret."""
+def _tracker_run_id(output: Path, tracker: str) -> str:
+    """The id under which a tracker knows this output folder; not a secret."""
     file = output / "trackers.json"
     known: dict[str, str] = {}
     with contextlib.suppress(OSError, ValueError):

@@ -1,10 +1,10 @@
 """Adafactor over sharded parameters: the second moments of a matrix as one number per row and one per column.
 
-The rule of torch.optim.Adafactor with its scaling by the parameter's own size left out, so that `learning_rate` means
-what it means to AdamW: decay 1 - step^-0.8, updates clipped to a root mean square of 1, no first moment.
+The rule of torch.optim.Adafactor without its scaling by the parameter's own size, so that `learning_rate` means what it
+means to AdamW: decay 1 - step^-0.8, updates clipped to a root mean square of 1, no first moment.
 
-A matrix is divided by rows: sums over a row are local, sums over a column and over the whole are not. Each step adds up
-two buffers over the shard group: the column sums of all matrices, then the size of all updates.
+A matrix is sharded by rows: sums over a row are local, sums over a column and over the full matrix are not. Each step
+reduces two buffers over the shard group: the column sums of all matrices, then the size of all updates.
 """
 
 from __future__ import annotations
@@ -40,18 +40,20 @@ class FactoredWork:
 
     @property
     def grad(self) -> Tensor:
+        """This rank's rows of the gradient."""
         return local_grad(self.parameter)
 
     @property
     def spread(self) -> bool:
-        """Whether column sums have parts on other ranks; of a stack of matrices each lies whole on one rank."""
+        """Whether column sums have parts on other ranks; of a stack of matrices each lies full on one rank."""
         return self.parameter.ndim == 2
 
 
 class Adafactor(torch.optim.Optimizer):
-    """state[p]: "step" and "row" (one dim less than p, divided as p is) with "column"; vectors have "variance".
+    """Adafactor. state[p]: "step" and "row" (one dim less than p, sharded as p is) with "column"; vectors have
+    "variance".
 
-    "column" of a matrix is whole on every rank.
+    "column" of a matrix is full on every rank.
     """
 
     def __init__(self, params: Iterable[Any], lr: float = 1e-3, eps: float = 1e-8, weight_decay: float = 0.0) -> None:
@@ -59,13 +61,13 @@ class Adafactor(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """One step on every parameter that has a gradient; collective over the shard group."""
+        """Takes one step on every parameter that has a gradient; collective over the shard group."""
         loss = evaluated(closure)
         work = [self._begin(p, g) for g in self.param_groups for p in g["params"] if p.grad is not None]
-        divided: dict[Any, list[FactoredWork]] = {}
-        for one in work:
-            divided.setdefault(division_of(one.parameter).group, []).append(one)
-        for group, members in divided.items():
+        by_group: dict[Any, list[FactoredWork]] = {}
+        for entry in work:
+            by_group.setdefault(division_of(entry.parameter).group, []).append(entry)
+        for group, members in by_group.items():
             _step(members, group)
         return loss
 
@@ -91,23 +93,26 @@ class Adafactor(torch.optim.Optimizer):
 def _step(work: Sequence[FactoredWork], group: dist.ProcessGroup | None) -> None:
     matrices = [w for w in work if w.spread]
     columns = _summed([torch.linalg.vector_norm(w.grad, dim=0).square_() for w in matrices], group)
-    for one, column in zip(matrices, columns, strict=True):
-        one.state["column"].lerp_(column / one.parameter.shape[0], one.rate)
-    for one in work:
-        one.factors = _factors(one)
+    for entry, column in zip(matrices, columns, strict=True):
+        entry.state["column"].lerp_(column / entry.parameter.shape[0], entry.rate)
+    for entry in work:
+        entry.factors = _factors(entry)
     squares = _summed([_size(w) for w in work], group)
-    for one, square in zip(work, squares, strict=True):
-        _apply(one, square)
+    for entry, square in zip(work, squares, strict=True):
+        _apply(entry, square)
 
 
 def _factors(work: FactoredWork) -> tuple[Tensor, ...]:
-    """Advances the local moments; inverse roots by row and column (or element) whose product scales the gradient."""
-    grad, state, eps = work.grad, work.state, work.group["eps"]
+    """Advances the local moments; returns inverse roots by row and column (or element) that scale the gradient."""
+    grad = work.grad
+    state = work.state
+    eps = work.group["eps"]
     if grad.ndim < 2:
         variance = local_of(state["variance"])
         variance.lerp_(grad.square(), work.rate)
         return (variance.clamp(min=eps * eps).rsqrt_(),)
-    row, column = local_of(state["row"]), local_of(state["column"])
+    row = local_of(state["row"])
+    column = local_of(state["column"])
     row.lerp_(torch.linalg.vector_norm(grad, dim=-1).square_().div_(grad.size(-1)), work.rate)
     if not work.spread:
         column.lerp_(torch.linalg.vector_norm(grad, dim=-2).square_().div_(grad.size(-2)), work.rate)
@@ -120,15 +125,15 @@ def _factors(work: FactoredWork) -> tuple[Tensor, ...]:
 
 
 def _updates(work: FactoredWork) -> Iterator[tuple[slice, Tensor]]:
-    """The local update, unclipped, some rows at a time so that it takes little memory."""
+    """The local update, unclipped, some rows at a time to bound memory."""
     grad, (first, *others) = work.grad, work.factors
     rows = max(1, PIECE // max(1, columns(grad.shape)))
     for top in range(0, grad.shape[0], rows):
-        here = slice(top, top + rows)
-        update = grad[here] * first[here]
+        rows_slice = slice(top, top + rows)
+        update = grad[rows_slice] * first[rows_slice]
         for other in others:
-            update.mul_(other if work.spread else other[here])
-        yield here, update
+            update.mul_(other if work.spread else other[rows_slice])
+        yield rows_slice, update
 
 
 def _size(work: FactoredWork) -> Tensor:
@@ -140,18 +145,20 @@ def _size(work: FactoredWork) -> Tensor:
 
 
 def _apply(work: FactoredWork, square: Tensor) -> None:
-    parameter, group = local_of(work.parameter), work.group
+    parameter = local_of(work.parameter)
+    group = work.group
     rms = (square / work.parameter.numel()).sqrt_()
     factor = rms.div_(CLIP).clamp_(min=1.0).reciprocal_().mul_(-group["lr"])
     parameter.mul_(1 - group["lr"] * group["weight_decay"])
-    for here, update in _updates(work):
-        parameter[here].add_(update.mul_(factor))
+    for rows_slice, update in _updates(work):
+        parameter[rows_slice].add_(update.mul_(factor))
 
 
 def _summed(parts: list[Tensor], group: dist.ProcessGroup | None) -> list[Tensor]:
-    """Each tensor added up over the group, in one all-reduce."""
+    """Each tensor summed over the group, in one all-reduce."""
     if group is None or not parts:
         return parts
     flat = torch.cat([p.reshape(-1) for p in parts])
     dist.all_reduce(flat, group=group)
-    return [piece.view(part.shape) for piece, part in zip(flat.split([p.numel() for p in parts]), parts, strict=True)]
+    pieces = flat.split([p.numel() for p in parts])
+    return [piece.view(part.shape) for piece, part in zip(pieces, parts, strict=True)]

@@ -19,7 +19,7 @@ from shardwise.optim.shards import local_grad, local_of, new_step, zeros_beside
 
 
 class AdamMini(Grouped):
-    """state[p]: "step", "exp_avg" like p, "exp_avg_sq" like p without its last dim; both divided as p is."""
+    """Adam-mini. state[p]: "step", "exp_avg" like p, "exp_avg_sq" like p without its last dim; sharded as p is."""
 
     def __init__(
         self,
@@ -33,7 +33,7 @@ class AdamMini(Grouped):
 
     @torch.no_grad()
     def update(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
-        """One step on some parameters of a group."""
+        """Takes one step on some parameters of a group."""
         for parameter in parameters:
             self._update(parameter, group)
 
@@ -46,8 +46,10 @@ class AdamMini(Grouped):
             state["exp_avg_sq"] = zeros_beside(parameter, shape)
         state["step"] += 1
         step, (beta1, beta2), rate = count_of(state["step"]), group["betas"], group["lr"]
-        param, grad = local_of(parameter), local_grad(parameter)
-        mean, square = local_of(state["exp_avg"]), local_of(state["exp_avg_sq"])
+        param = local_of(parameter)
+        grad = local_grad(parameter)
+        mean = local_of(state["exp_avg"])
+        square = local_of(state["exp_avg_sq"])
         if not param.numel():
             return
         mean.lerp_(grad, 1 - beta1)

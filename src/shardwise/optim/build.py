@@ -1,4 +1,4 @@
-"""From the config to an optimizer over sharded fp32 masters; norms and biases are not decayed.
+"""Builds an optimizer over sharded fp32 masters from the config; norms and biases are not decayed.
 
 Bytes of state per parameter: adamw 8 (bf16 4), adamw8bit 2.1, adamw4bit 1.1, adam-mini 4, lion and sgd 4 (bf16 2), muon
 4 for matrices and 8 for the rest, adafactor next to none.
@@ -24,23 +24,26 @@ from shardwise.optim.rules import rule_of
 def decay_groups(
     parameters: Mapping[str, nn.Parameter], weight_decay: float, norms: bool = False
 ) -> list[dict[str, object]]:
-    """Two groups: matrices and embeddings with decay; norms and biases (one dim or none) without, unless `norms`."""
+    """Returns two groups: matrices and embeddings with decay; norms and biases (one dim or none) without.
+
+    With `norms`, those are decayed too.
+    """
     decayed = [p for p in parameters.values() if p.ndim >= 2 or norms]
-    plain = [p for p in parameters.values() if p.ndim < 2 and not norms]
-    groups = [(decayed, weight_decay), (plain, 0.0)]
-    return [{"params": part, "weight_decay": decay} for given, decay in groups for part in _by_mesh(given)]
+    not_decayed = [p for p in parameters.values() if p.ndim < 2 and not norms]
+    groups = [(decayed, weight_decay), (not_decayed, 0.0)]
+    return [{"params": part, "weight_decay": decay} for members, decay in groups for part in _by_mesh(members)]
 
 
 def _by_mesh(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """Parameters divided over different ranks (experts, and the rest) cannot be updated by one call."""
-    found: dict[Any, list[nn.Parameter]] = {}
+    """Parameters sharded over different ranks (experts, and the rest) cannot be updated by one call."""
+    by_mesh: dict[Any, list[nn.Parameter]] = {}
     for parameter in parameters:
-        found.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
-    return list(found.values())
+        by_mesh.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
+    return list(by_mesh.values())
 
 
 def state_kind(train: Train) -> Kind:
-    """How the states of an elementwise optimizer are stored."""
+    """Returns how the states of an elementwise optimizer are stored."""
     for suffix in ("8bit", "4bit"):
         if train.optimizer.endswith(suffix):
             return suffix  # type: ignore[return-value]
@@ -48,8 +51,10 @@ def state_kind(train: Train) -> Kind:
 
 
 def build_optimizer(parameters: Mapping[str, nn.Parameter], train: Train, model: nn.Module) -> torch.optim.Optimizer:
-    """The optimizer the run asks for, over the sharded fp32 masters; `model` tells which are embeddings and head."""
-    rate, betas, eps = train.learning_rate, train.betas, train.eps
+    """Returns the run's optimizer over the sharded fp32 masters; `model` tells which are embeddings and head."""
+    rate = train.learning_rate
+    betas = train.betas
+    eps = train.eps
     groups: list[dict[str, Any]] = decay_groups(parameters, train.weight_decay, train.decay_norms)
     if train.optimizer == "adafactor":
         return Adafactor(groups, lr=rate, eps=eps)
@@ -71,10 +76,10 @@ def build_optimizer(parameters: Mapping[str, nn.Parameter], train: Train, model:
 
 
 def state_bytes(train: Train) -> float:
-    """Bytes per parameter of the optimizer's states, the masters apart; muon's are those of a matrix."""
-    whole = {"adafactor": 0.1, "adam-mini": 4.0, "muon": 4.0}
-    if train.optimizer in whole:
-        return whole[train.optimizer]
+    """Returns the bytes per parameter of the optimizer's states, without masters; muon's are those of a matrix."""
+    fixed = {"adafactor": 0.1, "adam-mini": 4.0, "muon": 4.0}
+    if train.optimizer in fixed:
+        return fixed[train.optimizer]
     return STORED[state_kind(train)] * len(rule_of(train.optimizer, train.betas).states)
 
 

@@ -1,8 +1,8 @@
-"""How an optimizer's state is stored between steps: fp32, bf16, 8 bits or 4 bits per element.
+"""Codecs for optimizer states between steps: fp32, bf16, 8 bits or 4 bits per element.
 
 [Note: coded states] A tensor is seen as [rows, cols], rows being its first dim, and each row is cut into blocks of 128
 that share an fp32 scale (the block's largest magnitude). No block crosses a row, and every part has as many rows as the
-tensor, so parts divide over ranks exactly as the parameter does and a checkpoint moves to any number of ranks bit for
+tensor, so parts shard over ranks exactly as the parameter does and a checkpoint moves to any number of ranks bit for
 bit. Within a block, x = value / scale lies in [-1, 1] and is stored as a small float, made from the bits of the fp32
 number: shift away all but the leading bits of its mantissa. No table is searched.
 
@@ -13,7 +13,7 @@ number: shift away all but the leading bits of its mantissa. No table is searche
 
 Rounding is stochastic, with the mean right: a moving average with decay 0.999 changes by a thousandth a step, far less
 than the distance of two levels, and would never move again if rounded to the nearest. The noise is a hash of the seed
-and of the element's place in the whole parameter, so it depends neither on how the parameter is divided nor on how many
+and of the element's index in the full parameter, so it depends neither on how the parameter is sharded nor on how many
 elements are done at a time, and a run that resumes repeats it.
 
 Measured on a transformer of 0.35M parameters with decay 0.999, 200 steps, mean of 3 seeds that spread by 0.05: held-out
@@ -43,22 +43,22 @@ Layout = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 
 class Codec(Protocol):
-    """A way to keep an fp32 tensor in one or more parts, each with the tensor's rows."""
+    """Stores an fp32 tensor in one or more parts, each with the tensor's rows."""
 
     def shapes(self, shape: Sequence[int]) -> Layout:
-        """Shape and type of each part of a tensor of this shape; zeros in all parts decode to zeros."""
+        """Returns shape and dtype of each part of a tensor of this shape; zeros in all parts decode to zeros."""
         ...
 
     def decode(self, parts: Parts, shape: Sequence[int]) -> Tensor:
-        """The values as a new fp32 tensor of this shape (for "fp32", the part itself)."""
+        """Returns the values as a new fp32 tensor of this shape (for "fp32", the part itself)."""
         ...
 
     def encode(self, value: Tensor, parts: Parts, seed: int, offset: int = 0) -> None:
-        """Writes the values into the parts; `offset` is the place of the first element in the whole parameter."""
+        """Writes the values into the parts; `offset` is the index of the first element in the full parameter."""
         ...
 
     def window(self, parts: Parts, top: int, bottom: int, left: int, right: int) -> Parts:
-        """The parts (as [rows, …]) of rows top:bottom and columns left:right; left is a multiple of the block."""
+        """Returns the parts (as [rows, …]) of rows top:bottom and columns left:right; left is a multiple of a block."""
         ...
 
 
@@ -67,13 +67,13 @@ def columns(shape: Sequence[int]) -> int:
     return math.prod(shape[1:])
 
 
-def _cut(part: Tensor, per: int, top: int, bottom: int, left: int, right: int) -> Tensor:
-    """Rows and columns of a part with one number for `per` columns of the tensor."""
-    return part[top:bottom, left // per : -(-right // per)]
+def _cut(part: Tensor, columns_per_entry: int, top: int, bottom: int, left: int, right: int) -> Tensor:
+    """Rows and columns of a part with one number for `columns_per_entry` columns of the tensor."""
+    return part[top:bottom, left // columns_per_entry : -(-right // columns_per_entry)]
 
 
 def noise(like: Tensor, seed: int, offset: int) -> Tensor:
-    """A uniformly random int32 for each element of `like`, from its place and the seed alone."""
+    """Returns a uniformly random int32 for each element of `like`, from its index and the seed alone."""
     x = torch.arange(like.numel(), dtype=torch.int32, device=like.device).view(like.shape)
     # Multiplication wraps; >> on a signed type drags the sign along, hence the masks.
     x = x.add_(wrapped(offset)).mul_(wrapped(0x9E3779B1)).add_(wrapped(seed))
@@ -84,7 +84,7 @@ def noise(like: Tensor, seed: int, offset: int) -> Tensor:
 
 
 def mix(*numbers: int) -> int:
-    """One 32-bit seed from several numbers (run, step, parameter, state)."""
+    """Returns one 32-bit seed from several numbers (run, step, parameter, state)."""
     x = 0x243F6A88
     for number in numbers:
         x = ((x ^ (number & 0xFFFFFFFF)) * 0x9E3779B1) & 0xFFFFFFFF
@@ -95,12 +95,12 @@ def mix(*numbers: int) -> int:
 
 
 def wrapped(number: int) -> int:
-    """The signed number with the same low 32 bits."""
+    """Returns the signed number with the same low 32 bits."""
     return (number + 2**31) % 2**32 - 2**31
 
 
 class Fp32:
-    """As it is."""
+    """Identity codec: states are stored in fp32."""
 
     def shapes(self, shape: Sequence[int]) -> Layout:
         return {"": (tuple(shape), torch.float32)}
@@ -117,7 +117,7 @@ class Fp32:
 
 
 class Bf16:
-    """Half the bits, rounded stochastically."""
+    """States in bf16, rounded stochastically."""
 
     def shapes(self, shape: Sequence[int]) -> Layout:
         return {"": (tuple(shape), torch.bfloat16)}
@@ -136,7 +136,7 @@ class Bf16:
 
 @dataclass(frozen=True)
 class Blockwise:
-    """Small floats with a scale per block of a row; see [Note: coded states]."""
+    """States as small floats with a scale per block of a row; see [Note: coded states]."""
 
     bits: int
     mantissa: int
@@ -151,34 +151,36 @@ class Blockwise:
 
     @property
     def shift(self) -> int:
-        """How many of fp32's mantissa bits are dropped."""
+        """Number of fp32 mantissa bits that are dropped."""
         return 23 - self.mantissa
 
     @property
     def least(self) -> int:
-        """The bits, shifted, of the fp32 number that code 0 stands for: the codes count up from there to below 2."""
+        """The shifted bits of the fp32 number that code 0 stands for: codes count up from there to below 2."""
         return (127 - (self.top >> self.mantissa)) << self.mantissa
 
     @property
     def floor(self) -> float:
-        """That number; a sign's worth of codes is shifted down by it, so that code 0 is zero."""
+        """The number that code 0 stands for; signed codes are shifted down by it, so that code 0 is zero."""
         return float(2.0 ** -(self.top >> self.mantissa))
 
     @property
     def peak(self) -> float:
-        """What the largest code stands for, before the scale."""
+        """The value of the largest code, before the scale."""
         steps = 1 << self.mantissa
         return 1 + (steps - 1) / steps - (self.floor if self.signed else 0.0)
 
     def shapes(self, shape: Sequence[int]) -> Layout:
-        rows, cols = shape[0], columns(shape)
+        rows = shape[0]
+        cols = columns(shape)
         scales = (rows, -(-cols // self.block)), torch.float32
         if self.bits == 8:
             return {"codes": (tuple(shape), torch.int8 if self.signed else torch.uint8), "scales": scales}
         return {"codes": ((rows, -(-cols // 2)), torch.uint8), "scales": scales}
 
     def decode(self, parts: Parts, shape: Sequence[int]) -> Tensor:
-        rows, cols = shape[0], columns(shape)
+        rows = shape[0]
+        cols = columns(shape)
         codes = self._unpacked(parts["codes"], rows, cols)
         if self.signed:
             signs = codes.bitwise_and(SIGN)
@@ -191,7 +193,8 @@ class Blockwise:
         return self._joined(blocks, rows, cols).view(tuple(shape))
 
     def encode(self, value: Tensor, parts: Parts, seed: int, offset: int = 0) -> None:
-        rows, cols = value.shape[0], columns(value.shape)
+        rows = value.shape[0]
+        cols = columns(value.shape)
         blocks = self._blocks(value.reshape(rows, cols))
         scales = (blocks.abs() if self.signed else blocks).amax(-1).div_(self.peak)
         parts["scales"].copy_(scales)
@@ -206,8 +209,8 @@ class Blockwise:
             bits.add_(1 << (self.shift - 1))
         codes = bits.bitwise_right_shift_(self.shift).sub_(self.least).clamp_(0, self.top)
         if self.signed:
-            minus = x.view(torch.int32).bitwise_right_shift_(31)  # -1 where negative, else 0
-            codes = codes.bitwise_xor_(minus).sub_(minus)
+            sign_mask = x.view(torch.int32).bitwise_right_shift_(31)  # -1 where negative, else 0
+            codes = codes.bitwise_xor_(sign_mask).sub_(sign_mask)
         self._pack(codes, parts["codes"])
 
     def window(self, parts: Parts, top: int, bottom: int, left: int, right: int) -> Parts:
@@ -230,8 +233,8 @@ class Blockwise:
         """int32 codes, [rows, cols]."""
         if self.bits == 8:
             return codes.reshape(rows, cols).to(torch.int32)
-        both = torch.stack([codes & 15, codes >> 4], dim=-1).view(rows, -1)[:, :cols].to(torch.int32)
-        return (both ^ 8).sub_(8) if self.signed else both  # four bits in two's complement
+        nibbles = torch.stack([codes & 15, codes >> 4], dim=-1).view(rows, -1)[:, :cols].to(torch.int32)
+        return (nibbles ^ 8).sub_(8) if self.signed else nibbles  # four bits in two's complement
 
     def _pack(self, codes: Tensor, into: Tensor) -> None:
         if self.bits == 8:
@@ -239,7 +242,8 @@ class Blockwise:
             return
         if codes.shape[1] % 2:
             codes = F.pad(codes, (0, 1))
-        low, high = codes[:, 0::2] & 15, codes[:, 1::2] & 15
+        low = codes[:, 0::2] & 15
+        high = codes[:, 1::2] & 15
         into.copy_(low | (high << 4))
 
 
@@ -249,12 +253,12 @@ SECOND: dict[str, Codec] = {"fp32": FP32, "bf16": BF16, "8bit": Blockwise(8, 3, 
 
 
 def codec_of(kind: Kind, state: str, shape: Sequence[int]) -> Codec:
-    """The codec of a state of a parameter, by the parameter's whole shape: vectors and small ones stay fp32."""
+    """Returns the codec of a state, by the full shape of its parameter: vectors and small ones stay fp32."""
     if len(shape) < 2 or math.prod(shape) < SMALLEST:
         return FP32
     return (SECOND if state == "exp_avg_sq" else FIRST)[kind]
 
 
 def part_name(state: str, part: str) -> str:
-    """What a part is called among a parameter's states: "exp_avg", "exp_avg.codes"."""
+    """Returns the name of a part among a parameter's states: "exp_avg", "exp_avg.codes"."""
     return f"{state}.{part}" if part else state

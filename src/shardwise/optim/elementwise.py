@@ -1,8 +1,8 @@
-"""Any update rule with its states stored by any codec, over sharded parameters; nothing is communicated.
+"""Any elementwise update rule with its states stored by any codec, over sharded parameters, without communication.
 
-States are decoded, updated and encoded a bounded piece at a time. What a step does to an element depends neither on
-the number of ranks nor on the size of the pieces (see [Note: coded states]), down to the last bit; only fused AdamW on
-a CPU may differ there, where it treats the last few elements of a tensor apart.
+States are decoded, updated and encoded a bounded piece at a time. What a step does to an element depends neither on the
+number of ranks nor on the size of the pieces (see [Note: coded states]), down to the last bit; only fused AdamW on a
+CPU may differ there, where it treats the last few elements of a tensor separately.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PIECE = {"cuda": 1 << 23, "cpu": 1 << 20}
 
 @dataclass
 class StoredState:
-    """One state of a piece: its codec, the parts it lies in, and the seed of its rounding."""
+    """One state of a piece: its codec, its parts, and the seed of its rounding."""
 
     codec: Codec
     parts: Parts
@@ -35,7 +35,7 @@ class StoredState:
 
 @dataclass
 class ParameterPiece:
-    """Some rows of a parameter with gradient and states; `offset` is the place of its first element in the whole."""
+    """Some rows of a parameter with gradient and states; `offset` is the index of its first element in the full one."""
 
     param: Tensor
     grad: Tensor
@@ -44,9 +44,9 @@ class ParameterPiece:
 
 
 class Elementwise(Grouped):
-    """`rule` on the shards of each parameter, with states kept as `kind` (fp32, bf16, 8bit, 4bit).
+    """Applies `rule` to the shards of each parameter, with states stored as `kind` (fp32, bf16, 8bit, 4bit).
 
-    state[p] holds "step" and, divided as p is, each part of each state: "exp_avg", or "exp_avg.codes" and its scales.
+    state[p] holds "step" and, sharded as p is, each part of each state: "exp_avg", or "exp_avg.codes" and its scales.
     """
 
     def __init__(
@@ -62,30 +62,36 @@ class Elementwise(Grouped):
         piece: int | None = None,
     ) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
-        self.rule, self.kind, self.seed, self.piece = rule, kind, seed, piece
+        self.rule = rule
+        self.kind = kind
+        self.seed = seed
+        self.piece = piece
         self._numbers: dict[Tensor, int] = {}
 
     @torch.no_grad()
     def update(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
-        """One step on some parameters of a group: their counts advance, small ones are done together."""
-        waiting: list[ParameterPiece] = []
-        count, last = 0, 0
+        """Takes one step on some parameters of a group: their counts advance, small ones are batched."""
+        pending: list[ParameterPiece] = []
+        count = 0
+        last = 0
         for parameter in parameters:
             state = self.allocate(parameter)
             state["step"] += 1
-            now = count_of(state["step"])
+            step = count_of(state["step"])
             limit = self.piece or PIECE[effective_device(local_of(parameter))]
-            for piece in self._pieces(parameter, now, limit):
-                if waiting and (now != last or count + piece.param.numel() > limit):
-                    self._run(waiting, group, last)
-                    waiting, count = [], 0
-                waiting.append(piece)
-                count, last = count + piece.param.numel(), now
-        if waiting:
-            self._run(waiting, group, last)
+            for piece in self._pieces(parameter, step, limit):
+                if pending and (step != last or count + piece.param.numel() > limit):
+                    self._run(pending, group, last)
+                    pending = []
+                    count = 0
+                pending.append(piece)
+                count = count + piece.param.numel()
+                last = step
+        if pending:
+            self._run(pending, group, last)
 
     def allocate(self, parameter: Tensor) -> dict[str, Any]:
-        """The states of a parameter, made of zeros where there are none yet."""
+        """Returns the states of a parameter, initialised to zeros if there are none yet."""
         state: dict[str, Any] = self.state[parameter]
         if not state:
             assert parameter.dtype is torch.float32, "the rules compute in fp32, on fp32 masters"
@@ -97,7 +103,7 @@ class Elementwise(Grouped):
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """torch's, which turns every state into fp32; codes and bf16 come out of that as they were."""
+        """Like torch's, which casts every state to fp32; codes and bf16 are restored from that exactly."""
         super().load_state_dict(state_dict)
         for parameter, state in self.state.items():
             for name in self.rule.states:
@@ -111,10 +117,9 @@ class Elementwise(Grouped):
         for piece in [p for p in pieces if self._fits_kernel(p)]:
             self._run_kernel(piece, hyper)
         pieces = [p for p in pieces if not self._fits_kernel(p)]
-        values = {
-            name: [p.states[name].codec.decode(p.states[name].parts, p.param.shape) for p in pieces]
-            for name in self.rule.states
-        }
+        values: dict[str, list[Tensor]] = {}
+        for name in self.rule.states:
+            values[name] = [p.states[name].codec.decode(p.states[name].parts, p.param.shape) for p in pieces]
         self.rule([p.param for p in pieces], [p.grad for p in pieces], values, hyper)
         for name in self.rule.states:
             for piece, value in zip(pieces, values[name], strict=True):
@@ -143,20 +148,23 @@ class Elementwise(Grouped):
         fused.adamw(piece.param, piece.grad, first.parts, second.parts, codecs, seeds, piece.offset, hyper)
 
     def _number(self, parameter: Tensor) -> int:
-        """A parameter's place among all; counted anew where groups have changed since."""
+        """A parameter's index among all; recounted if groups have changed since."""
         if parameter not in self._numbers:
-            everything = [p for group in self.param_groups for p in group["params"]]
-            self._numbers = {p: number for number, p in enumerate(everything)}
+            parameters = [p for group in self.param_groups for p in group["params"]]
+            self._numbers = {p: number for number, p in enumerate(parameters)}
         return self._numbers[parameter]
 
     def _pieces(self, parameter: Tensor, step: int, limit: int) -> Iterator[ParameterPiece]:
-        """The local part, whole rows at a time; a row that is longer than the limit is cut between blocks."""
+        """The local shard, full rows at a time; a row longer than the limit is cut between blocks."""
         local = local_of(parameter)
         rows, cols = (local.shape[0], columns(local.shape)) if local.ndim else (1, 1)
         if not rows * cols:
             return
-        param, grad = local.view(rows, cols), local_grad(parameter).reshape(rows, cols)
-        state, number, first = self.state[parameter], self._number(parameter), first_row(parameter)
+        param = local.view(rows, cols)
+        grad = local_grad(parameter).reshape(rows, cols)
+        state = self.state[parameter]
+        number = self._number(parameter)
+        first = first_row(parameter)
         stored = {}
         for place, name in enumerate(self.rule.states):
             codec = codec_of(self.kind, name, parameter.shape)
@@ -167,7 +175,8 @@ class Elementwise(Grouped):
         width = cols if cols <= limit else max(1, limit // BLOCK) * BLOCK
         for top in range(0, rows, height):
             for left in range(0, cols, width):
-                bottom, right = min(top + height, rows), min(left + width, cols)
+                bottom = min(top + height, rows)
+                right = min(left + width, cols)
                 window = {
                     name: StoredState(s.codec, s.codec.window(s.parts, top, bottom, left, right), s.seed)
                     for name, s in stored.items()

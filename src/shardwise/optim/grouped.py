@@ -1,4 +1,4 @@
-"""The shell of an optimizer that updates the parameters of a group together: what torch asks of `step`, once."""
+"""Base class of optimizers that update the parameters of a group together."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def evaluated(closure: Callable[[], float] | None) -> float | None:
-    """The loss that a closure computes, with gradients; None without one."""
+    """Returns the loss that a closure computes, with gradients enabled; None without one."""
     if closure is None:
         return None
     with torch.enable_grad():
@@ -19,11 +19,11 @@ def evaluated(closure: Callable[[], float] | None) -> float | None:
 
 
 class Grouped(torch.optim.Optimizer):
-    """Steps group by group through `update`."""
+    """Optimizer that steps group by group through `update`."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """One step on every parameter that has a gradient."""
+        """Takes one step on every parameter that has a gradient."""
         loss = evaluated(closure)
         for group in self.param_groups:
             self.update(group, [p for p in group["params"] if p.grad is not None])
@@ -31,4 +31,4 @@ class Grouped(torch.optim.Optimizer):
 
     @abstractmethod
     def update(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
-        """One step on some parameters of a group."""
+        """Takes one step on some parameters of a group."""

@@ -1,9 +1,9 @@
-"""Muon over sharded parameters: momentum made orthogonal, with the work of it shared out among the ranks.
+"""Muon over sharded parameters: orthogonalised momentum, with the work shared among the ranks.
 
-Each matrix must be whole where it is made orthogonal. Repeating that on every rank would waste all but one of them, so
-the matrices go round: each rank of the shard group receives the rows of one matrix from all (one all-to-all), makes it
-orthogonal and sends every rank its rows back (another). A rank holds one whole matrix at a time. Matrices are
-sorted by size, so that those of a round take about as long. In a stack of matrices (experts) each lies whole on one
+Each matrix must be full where it is orthogonalised. Repeating that on every rank would waste all but one of them, so
+the matrices are distributed: each rank of the shard group receives the rows of one matrix from all (one all-to-all),
+orthogonalises it and sends every rank its rows back (another). A rank holds one full matrix at a time. Matrices are
+sorted by size, so that those of a round take about as long. In a stack of matrices (experts) each lies full on one
 rank, and nothing is sent.
 
 Updates have the size that AdamW's typically have (a root mean square of 0.2), so AdamW's rates and decay carry over.
@@ -31,7 +31,7 @@ QUINTIC, ITERATIONS = (3.4445, -4.7750, 2.0315), 5
 
 
 def orthogonal(matrix: Tensor) -> Tensor:
-    """The nearest orthogonal matrix, roughly: all singular values near 1; on the last two dims."""
+    """Returns approximately the nearest orthogonal matrix: all singular values near 1; on the last two dims."""
     a, b, c = QUINTIC
     tall = matrix.size(-2) > matrix.size(-1)
     x = matrix.mT if tall else matrix
@@ -44,7 +44,7 @@ def orthogonal(matrix: Tensor) -> Tensor:
 
 
 def inner_matrices(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> set[str]:
-    """Names of the parameters that map activations to activations: matrices and stacks of them."""
+    """Returns the names of parameters that map activations to activations: matrices and stacks of them."""
     outside: set[int] = set()
     head = getattr(model, "get_output_embeddings", lambda: None)()
     for module in [*model.modules(), head]:
@@ -56,7 +56,7 @@ def inner_matrices(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> 
 
 
 class Muon(Elementwise):
-    """Groups with `matrix: True` by Muon (state "momentum_buffer"), the others by AdamW with fp32 states."""
+    """Muon for groups with `matrix: True` (state "momentum_buffer"), AdamW with fp32 states for the others."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class Muon(Elementwise):
             super().update(group, parameters)
 
     def _step_matrices(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
-        divided: dict[Any, list[Tensor]] = {}
+        by_group: dict[Any, list[Tensor]] = {}
         for parameter in parameters:
             state: dict[str, Any] = self.state[parameter]
             if not state:
@@ -88,40 +88,42 @@ class Muon(Elementwise):
                 if local_of(parameter).numel():
                     _apply(parameter, orthogonal(self._direction(parameter)), group)
             else:
-                divided.setdefault(division.group, []).append(parameter)
-        for members in divided.values():
+                by_group.setdefault(division.group, []).append(parameter)
+        for members in by_group.values():
             division = division_of(members[0])
             members.sort(key=lambda p: -p.numel())  # a stable sort: the same order on every rank
-            for first in range(0, len(members), division.size):
-                self._round(members[first : first + division.size], division, group)
+            for start in range(0, len(members), division.size):
+                self._round(members[start : start + division.size], division, group)
 
     def _round(self, matrices: Sequence[Tensor], division: Division, group: dict[str, Any]) -> None:
-        """The i-th matrix is made orthogonal by the i-th rank."""
+        """The i-th matrix is orthogonalised by the i-th rank."""
         outgoing = [self._direction(p).reshape(-1) for p in matrices]
-        mine = matrices[division.rank] if division.rank < len(matrices) else None
-        cut = [0] * division.size
-        if mine is not None:
-            spans = [division.rows(mine.shape[0], rank) for rank in range(division.size)]
-            cut = [(stop - start) * mine.shape[1] for start, stop in spans]
+        own = matrices[division.rank] if division.rank < len(matrices) else None
+        received_sizes = [0] * division.size
+        if own is not None:
+            spans = [division.rows(own.shape[0], rank) for rank in range(division.size)]
+            received_sizes = [(stop - start) * own.shape[1] for start, stop in spans]
         sizes = [o.numel() for o in outgoing] + [0] * (division.size - len(outgoing))
-        sent = torch.cat(outgoing)
-        whole = sent.new_empty(sum(cut))
-        dist.all_to_all_single(whole, sent, cut, sizes, group=division.group)
-        if mine is not None:
-            whole = orthogonal(whole.view(mine.shape)).reshape(-1)
-        dist.all_to_all_single(sent, whole, sizes, cut, group=division.group)
-        for parameter, rows in zip(matrices, sent.split(sizes), strict=False):
+        rows_sent = torch.cat(outgoing)
+        full_matrix = rows_sent.new_empty(sum(received_sizes))
+        dist.all_to_all_single(full_matrix, rows_sent, received_sizes, sizes, group=division.group)
+        if own is not None:
+            full_matrix = orthogonal(full_matrix.view(own.shape)).reshape(-1)
+        dist.all_to_all_single(rows_sent, full_matrix, sizes, received_sizes, group=division.group)
+        for parameter, rows in zip(matrices, rows_sent.split(sizes), strict=False):
             _apply(parameter, rows.view(local_of(parameter).shape), group)
 
     def _direction(self, parameter: Tensor) -> Tensor:
-        """Advances the momentum; the gradient as momentum foresees it (Nesterov), in the type of the computation."""
-        grad, buffer = local_grad(parameter), local_of(self.state[parameter]["momentum_buffer"])
+        """Advances the momentum; returns the Nesterov gradient in the dtype of the computation."""
+        grad = local_grad(parameter)
+        buffer = local_of(self.state[parameter]["momentum_buffer"])
         buffer.lerp_(grad, 1 - MOMENTUM)
-        ahead = grad.lerp(buffer, MOMENTUM)
-        return ahead.bfloat16() if ahead.is_cuda else ahead
+        nesterov = grad.lerp(buffer, MOMENTUM)
+        return nesterov.bfloat16() if nesterov.is_cuda else nesterov
 
 
 def _apply(parameter: Tensor, update: Tensor, group: dict[str, Any]) -> None:
-    local, rate = local_of(parameter), group["lr"]
+    local = local_of(parameter)
+    rate = group["lr"]
     local.mul_(1 - rate * group["weight_decay"])
     local.add_(update, alpha=-rate * 0.2 * math.sqrt(max(parameter.shape[-2:])))

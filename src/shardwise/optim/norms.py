@@ -1,4 +1,4 @@
-"""Norms that do not depend on how a tensor is divided.
+"""Norms that do not depend on how a tensor is sharded.
 
 On a CPU torch adds up the squares of a flat fp32 tensor in a few running fp32 sums: for a gradient of 49152 × 576 the
 norm comes out 1.5e-3 too small, and half of the tensor on each of two ranks gives another error. In rows of 1024 it is
@@ -15,14 +15,14 @@ ROW = 1024
 
 
 def norm_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The norm of one rank's tensor: fp64 on a CPU, fp32 elsewhere. Squares of both may be added up over ranks."""
+    """Returns the norm of a rank's tensor: fp64 on a CPU, fp32 elsewhere. Squares of both may be summed over ranks."""
     if effective_device(tensor) != "cpu":
         plain: torch.Tensor = torch.linalg.vector_norm(tensor, dtype=torch.float32)
         return plain
     flat = tensor.reshape(-1)
     flat = flat if flat.dtype in (torch.float32, torch.float64) else flat.float()
-    whole = flat.numel() // ROW * ROW
-    rows = torch.linalg.vector_norm(flat[:whole].view(-1, ROW), dim=1)
-    rest = torch.linalg.vector_norm(flat[whole:])
-    total: torch.Tensor = torch.linalg.vector_norm(torch.cat([rows, rest[None]]).double())
+    full_rows = flat.numel() // ROW * ROW
+    rows = torch.linalg.vector_norm(flat[:full_rows].view(-1, ROW), dim=1)
+    remainder = torch.linalg.vector_norm(flat[full_rows:])
+    total: torch.Tensor = torch.linalg.vector_norm(torch.cat([rows, remainder[None]]).double())
     return total

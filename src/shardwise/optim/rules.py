@@ -1,8 +1,8 @@
-"""Update rules that look at one element at a time: plain functions on lists of fp32 tensors, in place.
+"""Elementwise update rules: plain functions on lists of fp32 tensors, in place.
 
 They know nothing of shards, storage or devices, so that every owner of states (on the device, on the host, in files)
 runs the same arithmetic. Weight decay is decoupled in all of them (each step shrinks the weight by rate × decay), so
-that `train.weight_decay` means the same whichever is chosen.
+that `train.weight_decay` means the same for every optimizer.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ States = dict[str, list[Tensor]]
 
 @dataclass(frozen=True)
 class Hyper:
-    """What a step is told; `step` counts from 1."""
+    """Hyperparameters of a step; `step` counts from 1."""
 
     lr: float
     betas: tuple[float, float]
@@ -37,7 +37,7 @@ class Hyper:
 
 
 class UpdateRule(Protocol):
-    """One step on some tensors and their states, all fp32, all changed in place; gradients are only read."""
+    """One step on tensors and their states, all fp32, all changed in place; gradients are only read."""
 
     states: tuple[str, ...]
 
@@ -45,7 +45,7 @@ class UpdateRule(Protocol):
 
 
 class AdamW:
-    """The operator behind torch.optim.AdamW(fused=True), hence bit-equal to it."""
+    """AdamW by the operator behind torch.optim.AdamW(fused=True), hence bit-equal to it."""
 
     states: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
 
@@ -71,7 +71,7 @@ class AdamW:
 
 
 class Lion:
-    """Moves every element by the rate, in the direction of the sign of a mean of gradients."""
+    """Lion: moves every element by the rate, in the direction of the sign of a mean of gradients."""
 
     states: tuple[str, ...] = ("exp_avg",)
 
@@ -87,7 +87,7 @@ class Lion:
 
 
 class Momentum:
-    """Stochastic gradient descent with heavy-ball momentum betas[0]; betas[1] and eps play no part."""
+    """SGD with heavy-ball momentum betas[0]; betas[1] and eps are not used."""
 
     states: tuple[str, ...] = ("momentum_buffer",)
 
@@ -102,7 +102,7 @@ class Momentum:
 
 
 class Descent:
-    """Stochastic gradient descent without momentum, which holds nothing."""
+    """SGD without momentum, which has no state."""
 
     states: tuple[str, ...] = ()
 
@@ -122,7 +122,7 @@ RULES: dict[str, UpdateRule] = {"adamw": AdamW(), "lion": Lion(), "sgd": Momentu
 
 
 def rule_of(optimizer: str, betas: tuple[float, float]) -> UpdateRule:
-    """The rule of an optimizer by its name in the config; SGD with momentum 0 needs no buffer."""
+    """Returns the rule of an optimizer by its name in the config; SGD with momentum 0 needs no buffer."""
     if optimizer == "sgd" and betas[0] == 0:
         return Descent()
     return RULES[optimizer.removesuffix("8bit").removesuffix("4bit")]

@@ -1,8 +1,8 @@
 """Loss scaling for fp16: torch's GradScaler with hysteresis, a least scale, or a scale that stays.
 
 The scale and its counters stay on the device, so that an update waits for nothing. The rule, for a dynamic scale:
-an overflow halves the scale, but only the `hysteresis`-th of them; `growth_every` steps without one double it, and the
-first doubling after an overflow takes one step more (DeepSpeed counts so). An overflow at the least scale cannot be
+an overflow halves the scale, but only the `hysteresis`-th of them; `growth_interval` steps without one double it, and
+the first doubling after an overflow takes one step more (DeepSpeed counts so). An overflow at the least scale cannot be
 mended: it is noted in `exhausted`, which the loop reads when it reports.
 """
 
@@ -58,8 +58,8 @@ class LossScaler(OpenGradScaler):
         shift = overflow & (left <= 1)
         self._exhausted.logical_or_(shift & (scale.reshape(()) <= rule.minimum))
         good = tracker.reshape(()) + 1  # steps without overflow, this one included
-        grow = ~overflow & (good > 1) & ((good - 1) % rule.growth_every == 0)
-        refill = ~overflow if rule.refill else grow
+        grow = ~overflow & (good > 1) & ((good - 1) % rule.growth_interval == 0)
+        refill = ~overflow if rule.consecutive_hysteresis else grow
         halved = (scale / 2).clamp(min=rule.minimum)
         scale.copy_(torch.where(shift, halved, torch.where(grow, scale * 2, scale)))
         left.copy_(torch.where(refill, torch.full_like(left, rule.hysteresis), left - (overflow & ~shift).int()))

@@ -24,8 +24,10 @@ from shardwise.config.schema import (
 
 
 def learning_rate(train: Train, step: int, total: int) -> float:
-    """The rate for step 0 … total-1: linear warm-up, then the schedule down to `final_learning_rate` of the peak."""
-    schedule, peak, floor = train.schedule, train.learning_rate, train.final_learning_rate
+    """Returns the rate for step 0 … total-1: linear warm-up, then the schedule down to `min_lr_ratio` of it."""
+    schedule = train.schedule
+    peak = train.learning_rate
+    floor = train.min_lr_ratio
     if not isinstance(schedule, str):
         return _deepspeed_rate(schedule, peak, step, total)
     warmup: int = min(train.warmup.steps(total), total)
@@ -34,17 +36,18 @@ def learning_rate(train: Train, step: int, total: int) -> float:
     if schedule == "constant":
         return peak
     start = max(warmup, total - train.decay.steps(total)) if schedule == "wsd" else warmup
-    done = max(0, step - start) / max(1, total - start)
-    shape = (1 + math.cos(math.pi * done)) / 2 if schedule == "cosine" else 1 - done
+    progress = max(0, step - start) / max(1, total - start)
+    shape = (1 + math.cos(math.pi * progress)) / 2 if schedule == "cosine" else 1 - progress
     return peak * (floor + (1 - floor) * shape)
 
 
 def momentum(train: Train, step: int) -> float | None:
-    """The first beta for a step, where the schedule rules it (OneCycle)."""
+    """Returns the first beta for a step, if the schedule sets it (OneCycle)."""
     cycle = train.schedule
     if not isinstance(cycle, OneCycleSchedule) or not cycle.cycle_momentum:
         return None
-    low, high = cycle.cycle_min_mom, cycle.cycle_max_mom
+    low = cycle.cycle_min_mom
+    high = cycle.cycle_max_mom
     if step == 0:
         return low  # DeepSpeed sets the least one at the start, though the cycle begins at the greatest
     after = step - 1 - _cycle_length(cycle)
@@ -55,8 +58,9 @@ def momentum(train: Train, step: int) -> float | None:
 
 
 def set_rates(optimizer: torch.optim.Optimizer, train: Train, step: int, total: int) -> float:
-    """Puts the step's rate (and momentum, where the schedule rules it) into the optimizer; returns the rate."""
-    rate, first = learning_rate(train, step, total), momentum(train, step)
+    """Sets the step's rate (and momentum, if the schedule sets it) in the optimizer; returns the rate."""
+    rate = learning_rate(train, step, total)
+    first = momentum(train, step)
     for group in optimizer.param_groups:
         group["lr"] = rate
         if first is not None and "betas" in group:
@@ -97,9 +101,9 @@ def _cosine_ratio(schedule: WarmupCosineLRSchedule, last: int, warmup: int, end:
     if last < warmup:
         least = schedule.warmup_min_ratio
         return least + (1 - least) * _climb(schedule.warmup_type, last, warmup)
-    done = min(1.0, (last - warmup + 1) / max(1, end - warmup))
+    progress = min(1.0, (last - warmup + 1) / max(1, end - warmup))
     least = schedule.cos_min_ratio
-    return max(0.0, least + (1 - least) * (1 + math.cos(math.pi * done)) / 2)
+    return max(0.0, least + (1 - least) * (1 + math.cos(math.pi * progress)) / 2)
 
 
 def _stairs(schedule: LRRangeTestSchedule) -> bool:
@@ -112,20 +116,22 @@ def _cycle_length(cycle: OneCycleSchedule) -> int:
 
 
 def _cycle_share(cycle: OneCycleSchedule, step: int) -> float:
-    """How far up the cycle stands, from 0 to 1; in stairs where these are asked for."""
-    length, first = _cycle_length(cycle), cycle.cycle_first_step_size
-    at = step % length
-    up = at <= first
-    share = at / first if up else (length - at) / (length - first)
+    """How far up the cycle is, from 0 to 1; in stairs if configured."""
+    length = _cycle_length(cycle)
+    first = cycle.cycle_first_step_size
+    position = step % length
+    rising = position <= first
+    share = position / first if rising else (length - position) / (length - first)
     second = cycle.cycle_second_stair_count
-    stairs = cycle.cycle_first_stair_count if up or second is None else second
+    stairs = cycle.cycle_first_stair_count if rising or second is None else second
     if not stairs:
         return share
-    return math.floor(at * stairs / first if up else (length - at) * stairs / (length - first)) / stairs
+    return math.floor(position * stairs / first if rising else (length - position) * stairs / (length - first)) / stairs
 
 
 def _one_cycle(cycle: OneCycleSchedule, peak: float, step: int) -> float:
-    low, length = cycle.cycle_min_lr, _cycle_length(cycle)
+    low = cycle.cycle_min_lr
+    length = _cycle_length(cycle)
     if step - 1 < length:
         return low + (peak - low) * _cycle_share(cycle, step)
     units = (step - length) / cycle.decay_step_size if cycle.decay_step_size else 0.0

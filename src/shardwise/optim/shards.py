@@ -1,6 +1,6 @@
-"""What an optimizer needs to know of a sharded parameter: its local rows, its group, and states that divide as it does.
+"""What an optimizer needs to know of a sharded parameter: its local rows, its group, and states sharded as it is.
 
-Parameters are divided on their first dim over one axis of the mesh and repeated over the others; plain tensors are a
+Parameters are sharded on their first dim over one axis of the mesh and replicated over the others; plain tensors are a
 parameter on one rank.
 """
 
@@ -20,23 +20,24 @@ from shardwise.core.compat.torch_private import local_tensor
 
 @dataclass(frozen=True)
 class Division:
-    """Over which group a parameter's rows are divided, and this rank's place in it; group None = whole here."""
+    """The group over which a parameter's rows are sharded, and this rank's place in it; group None = unsharded."""
 
     group: dist.ProcessGroup | None
     rank: int
     size: int
 
     def rows(self, total: int, rank: int | None = None) -> tuple[int, int]:
-        """First and one past the last row of a rank (default: this one): equal parts rounded up, as torch.chunk."""
-        each, rank = -(-total // self.size), self.rank if rank is None else rank
-        return min(rank * each, total), min((rank + 1) * each, total)
+        """Returns the range of rows of a rank (default: this one): equal parts rounded up, as torch.chunk."""
+        per_rank = -(-total // self.size)
+        rank = self.rank if rank is None else rank
+        return min(rank * per_rank, total), min((rank + 1) * per_rank, total)
 
 
 WHOLE = Division(None, 0, 1)
 
 
 def division_of(parameter: Tensor) -> Division:
-    """How a parameter is divided."""
+    """Returns how a parameter is sharded."""
     if not isinstance(parameter, DTensor):
         return WHOLE
     mesh = parameter.device_mesh
@@ -48,34 +49,34 @@ def division_of(parameter: Tensor) -> Division:
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """This rank's rows, as a plain tensor that shares the memory."""
+    """Returns this rank's rows, as a plain tensor that shares the memory."""
     return local_tensor(tensor) if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def local_grad(parameter: Tensor) -> Tensor:
-    """This rank's rows of the gradient."""
+    """Returns this rank's rows of the gradient."""
     assert parameter.grad is not None
     return local_of(parameter.grad)
 
 
 def first_row(parameter: Tensor) -> int:
-    """Where this rank's rows begin in the whole parameter."""
+    """Returns the index of this rank's first row in the full parameter."""
     return division_of(parameter).rows(parameter.shape[0])[0] if parameter.ndim else 0
 
 
 def zeros_beside(parameter: Tensor, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
-    """Zeros of a shape with the parameter's rows, divided as the parameter is, so that checkpoints can reshard them."""
+    """Returns zeros of a shape with the parameter's rows, sharded as it is, so that checkpoints can reshard them."""
     local = local_of(parameter)
     if not isinstance(parameter, DTensor):
         return torch.zeros(tuple(shape), dtype=dtype, device=local.device)
     assert shape[0] == parameter.shape[0]
-    mine = torch.zeros((local.shape[0], *shape[1:]), dtype=dtype, device=local.device)
+    local_zeros = torch.zeros((local.shape[0], *shape[1:]), dtype=dtype, device=local.device)
     size = torch.Size(shape)
     stride = torch.empty(size, dtype=dtype, device="meta").stride()
     options: dict[str, Any] = {"run_check": False, "shape": size, "stride": stride}
-    return DTensor.from_local(mine, parameter.device_mesh, parameter.placements, **options)
+    return DTensor.from_local(local_zeros, parameter.device_mesh, parameter.placements, **options)
 
 
 def new_step() -> Tensor:
-    """A count of steps: a tensor, as checkpoints restore in place; on the host, where reading it waits for nothing."""
+    """Returns a step count: a tensor, since checkpoints restore in place; on the host, so that reading it is free."""
     return torch.zeros((), dtype=torch.float32)

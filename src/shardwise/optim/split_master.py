@@ -12,7 +12,7 @@ import torch
 
 
 def join(high: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
-    """The fp32 master of a bf16 weight and its low half."""
+    """Returns the fp32 master of a bf16 weight and its low half."""
     bits = high.view(torch.int16).to(torch.int32).bitwise_left_shift_(16)
     return bits.add_(low).view(torch.float32)
 

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from shardwise.nn.tiny.case import DoubleSoftmax, LossAndGradients, TinyCase, summed, units_of
 from shardwise.parallel.routers.install import routers_in
 
 
-def alone(case: TinyCase) -> LossAndGradients:
-    """What one process computes by the model's definition (nn/attention/definition.py): eager attention, row by row."""
+def alone(case: TinyCase, prepare: Callable[[Any], None] = lambda _: None) -> LossAndGradients:
+    """What one process computes by the model's definition (nn/attention/definition.py): eager attention, row by row.
+
+    `prepare` changes the model first: puts adapters on it, say.
+    """
     inputs, labels = case.inputs(), case.labels()
     rows = [{name: table[row : row + 1] for name, table in inputs.items()} for row in range(len(labels))]
     model = case.model(attention="eager")
+    prepare(model)
     routers = routers_in(model, case.config, case.task, *case.router)
     with DoubleSoftmax():
         return summed(model, zip(rows, labels.split(1), strict=True), units_of(labels), routers)

@@ -11,23 +11,25 @@ FOLDER = Path(__file__).parent
 
 
 def recipes() -> dict[str, str]:
-    """What each recipe is for, by name, in order."""
+    """Returns what each recipe is for, by name, sorted."""
     files = sorted(FOLDER.glob("*.yaml"))
     return {file.stem: file.read_text().partition("\n")[0].removeprefix("# ").rstrip(".") for file in files}
 
 
 def recipe(name: str) -> str:
-    """The text of one."""
-    known = recipes()
-    if name not in known:
-        near = difflib.get_close_matches(name, known, 3, 0.3) or [n for n in known if name.lower() in n][:3]
-        remedy = f"did you mean {', '.join(near)}?" if near else "`shardwise recipes` lists them"
+    """Returns the text of a recipe."""
+    descriptions = recipes()
+    if name not in descriptions:
+        close_matches = (
+            difflib.get_close_matches(name, descriptions, 3, 0.3) or [n for n in descriptions if name.lower() in n][:3]
+        )
+        remedy = f"did you mean {', '.join(close_matches)}?" if close_matches else "`shardwise recipes` lists them"
         raise UserError("recipe", name, "there is none of this name", remedy)
     return (FOLDER / f"{name}.yaml").read_text()
 
 
 def copy_recipe(name: str, target: Path) -> Path:
-    """Writes one to a file that does not exist yet, or into a folder."""
+    """Writes a recipe to a file that does not exist yet, or into a folder."""
     text = recipe(name)
     target = target / f"{name}.yaml" if target.is_dir() else target
     try:

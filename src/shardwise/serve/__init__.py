@@ -1,1 +1,1 @@
-"""Talking to a trained model: `generate` turns a conversation into an answer, `chat` puts a terminal around it."""
+"""Inference with a trained model: an interactive chat, and a server with OpenAI's API."""

@@ -1,4 +1,4 @@
-"""The HTTP side of `shardwise serve`: who may ask, what may be asked, and how answers and errors go out.
+"""The HTTP side of `shardwise serve`: authentication, validation, and how responses and errors are sent.
 
 Every check is made before a request reaches the engine, and every failure is a JSON error in OpenAI's form. Paths are
 only compared, never opened; there are no pages.
@@ -40,7 +40,7 @@ LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 
 @dataclass(frozen=True)
 class Policy:
-    """Who may ask how much."""
+    """Who may send requests, and how large."""
 
     key: str | None = None
     max_tokens: int = 4096
@@ -52,7 +52,7 @@ class Policy:
 
 @dataclass
 class AnswerStream:
-    """The answers to one request, as its events come in from the engine."""
+    """The answers to one request, as events arrive from the engine."""
 
     form: ReplyForm
     shape: ReplyShape
@@ -63,7 +63,7 @@ class AnswerStream:
     rows: list[AnswerRow] = field(default_factory=list)
 
     def submit(self, engine: BatchingEngine) -> None:
-        """Hands the work to the engine."""
+        """Submits the request to the engine."""
         loop = asyncio.get_running_loop()
 
         def emit_for(index: int) -> Callable[[Event], None]:
@@ -79,24 +79,24 @@ class AnswerStream:
         self.rows = rows
 
     def cancel(self) -> None:
-        """Nobody waits any more."""
+        """Cancels all rows: the client is gone."""
         for row in self.rows:
             row.cancelled = True
 
     async def each(self) -> AsyncIterator[tuple[int, TextPiece | AnswerEnded]]:
-        """Events until all answers have ended; the first failure ends them all."""
-        left = len(self.asks)
-        while left:
+        """Yields events until all answers have ended; the first failure ends them all."""
+        remaining = len(self.asks)
+        while remaining:
             index, event = await self.events.get()
             if isinstance(event, Failed):
                 raise BadRequest(event.status, event.message)
             if isinstance(event, AnswerEnded):
-                left -= 1
+                remaining -= 1
                 self.usage.completion += event.tokens
             yield index, event
 
     async def whole(self) -> dict[str, Any]:
-        """The JSON of the finished answers."""
+        """Returns the JSON of the complete response."""
         pieces: list[list[TextPiece]] = [[] for _ in self.asks]
         reasons = [""] * len(self.asks)
         async for index, event in self.each():
@@ -108,7 +108,7 @@ class AnswerStream:
         return self.form.wrap(choices, usage=self.usage.json())
 
     async def chunks(self, with_usage: bool) -> AsyncIterator[dict[str, Any]]:
-        """The JSON of a stream's chunks."""
+        """Yields the JSON of a stream's chunks."""
         extra: dict[str, Any] = {"usage": None} if with_usage else {}
         for index in range(len(self.asks)):
             if opening := self.shape.opening(self.form, index):
@@ -124,14 +124,16 @@ class AnswerStream:
 
 
 class Api:
-    """The routes."""
+    """The HTTP routes."""
 
     def __init__(self, models: Models, engine: BatchingEngine, policy: Policy) -> None:
-        self._models, self._engine, self._policy = models, engine, policy
+        self._models = models
+        self._engine = engine
+        self._policy = policy
         self._tokenizing = asyncio.Lock()
 
     def app(self) -> Starlette:
-        """The ASGI application."""
+        """Returns the ASGI application."""
         routes = [
             Route("/health", self._guard(self.health, open_to_all=True), methods=["GET"]),
             Route("/v1/models", self._guard(self.list_models), methods=["GET"]),
@@ -143,56 +145,56 @@ class Api:
         return Starlette(routes=routes, exception_handlers=handlers)
 
     async def health(self, request: Request) -> Response:
-        """Whether it is up, and how busy."""
+        """Whether the server is up, and its load."""
         running, waiting = self._engine.load()
         status = "stopping" if self._engine.stopping else "ok"
         return JSONResponse({"status": status, "running": running, "waiting": waiting})
 
     async def list_models(self, request: Request) -> Response:
-        """The models by name."""
+        """Lists the models."""
         return JSONResponse({"object": "list", "data": [_card(served) for served in self._models]})
 
     async def show_model(self, request: Request) -> Response:
-        """One model."""
+        """Returns one model."""
         return JSONResponse(_card(self._find(request.path_params["name"])))
 
     async def chat(self, request: Request) -> Response:
-        """`/v1/chat/completions`."""
-        asked = parse(ChatRequest, await self._json(request))
-        kind = "chat.completion.chunk" if asked.stream else "chat.completion"
-        return await self._answer(request, asked, kind, Chat())
+        """Handles `/v1/chat/completions`."""
+        chat_request = parse(ChatRequest, await self._json(request))
+        kind = "chat.completion.chunk" if chat_request.stream else "chat.completion"
+        return await self._answer(request, chat_request, kind, Chat())
 
     async def complete(self, request: Request) -> Response:
-        """`/v1/completions`."""
-        asked = parse(TextRequest, await self._json(request))
-        return await self._answer(request, asked, "text_completion", Text())
+        """Handles `/v1/completions`."""
+        text_request = parse(TextRequest, await self._json(request))
+        return await self._answer(request, text_request, "text_completion", Text())
 
     async def _answer(
-        self, request: Request, asked: ChatRequest | TextRequest, kind: str, shape: ReplyShape
+        self, request: Request, completion: ChatRequest | TextRequest, kind: str, shape: ReplyShape
     ) -> Response:
-        served = self._find(asked.model)
+        served = self._find(completion.model)
         async with self._tokenizing:  # one at a time: a tokenizer is not made for several threads
             limits = self._policy.max_tokens, self._engine.limits.queue
-            asks, prompt_tokens = await asyncio.to_thread(make_asks, served, asked, *limits)
+            asks, prompt_tokens = await asyncio.to_thread(make_asks, served, completion, *limits)
         answer = AnswerStream(ReplyForm(served.name, served.tokenizer, kind), shape, asks, Usage(prompt_tokens), False)
-        answer.scored = asked.scores is not None
+        answer.scored = completion.scores is not None
         answer.submit(self._engine)
         if self._policy.log_prompts:
             log.info("prompt %s", json.dumps(served.tokenizer.decode(asks[0].prompt), ensure_ascii=False))
-        done = _Log(request.url.path, answer)
-        if asked.stream:
+        request_log = _Log(request.url.path, answer)
+        if completion.stream:
             headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-            stream = _events(answer, asked.with_usage, done)
+            stream = _events(answer, completion.with_usage, request_log)
             return StreamingResponse(stream, media_type="text/event-stream", headers=headers)
         try:
-            body = await _unless_gone(request, answer.whole())
-            done.write("200")
-            return JSONResponse(body)
+            response_body = await _unless_gone(request, answer.whole())
+            request_log.write("200")
+            return JSONResponse(response_body)
         except BadRequest as refused:
-            done.write(str(refused.status))
+            request_log.write(str(refused.status))
             raise
         except ClientDisconnect:
-            done.write("client left")
+            request_log.write("client left")
             return Response(status_code=499)
         finally:
             answer.cancel()
@@ -200,18 +202,19 @@ class Api:
     def _find(self, name: str) -> Served:
         served = self._models.get(name)
         if served is None:
-            names = ", ".join(one.name for one in self._models)
+            names = ", ".join(model.name for model in self._models)
             message = f"the model {name[:200]!r} does not exist here; there is {names}"
             raise BadRequest(404, message, "model", "model_not_found")
         return served
 
     async def _json(self, request: Request) -> Any:
-        """The body, which has limits in size and time."""
+        """The body, limited in size and time."""
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         # Also keeps other sites' pages out: a browser sends JSON elsewhere only after asking, and we never agree.
         if kind != "application/json":
             raise BadRequest(400, "send the body as Content-Type: application/json", code="invalid_content_type")
-        limit, body = self._policy.body_limit, bytearray()
+        limit = self._policy.body_limit
+        body = bytearray()
         try:
             async with asyncio.timeout(BODY_SECONDS):
                 async for chunk in request.stream():
@@ -228,7 +231,7 @@ class Api:
     def _guard(
         self, handler: Callable[[Request], Awaitable[Response]], open_to_all: bool = False
     ) -> Callable[[Request], Awaitable[Response]]:
-        """The handler behind key and rate, its refusals as JSON."""
+        """The handler behind API key and rate limit, with errors as JSON."""
 
         async def guarded(request: Request) -> Response:
             try:
@@ -250,8 +253,8 @@ class Api:
     def _admit(self, request: Request) -> None:
         policy = self._policy
         if policy.key is not None:
-            scheme, _, given = request.headers.get("authorization", "").partition(" ")
-            if scheme.lower() != "bearer" or not hmac.compare_digest(given.strip().encode(), policy.key.encode()):
+            scheme, _, key = request.headers.get("authorization", "").partition(" ")
+            if scheme.lower() != "bearer" or not hmac.compare_digest(key.strip().encode(), policy.key.encode()):
                 raise BadRequest(401, "the API key is missing or wrong", code="invalid_api_key")
         elif policy.local_only and _host(request) not in LOOPBACK:
             # A web page whose name was pointed at this machine would otherwise be let in by the user's own browser.
@@ -266,20 +269,21 @@ class Api:
 
 @dataclass
 class _Log:
-    """A line per request, without its words."""
+    """One log line per request, without its content."""
 
     path: str
     answer: AnswerStream
     began: float = field(default_factory=time.perf_counter)
 
     def write(self, outcome: str) -> None:
-        usage, seconds = self.answer.usage, time.perf_counter() - self.began
+        usage = self.answer.usage
+        seconds = time.perf_counter() - self.began
         counts = f"{usage.prompt} prompt tokens, {usage.completion} new"
         log.info("%s %s · %s · %s · %.1f s", self.path, outcome, self.answer.form.model, counts, seconds)
 
 
-async def _events(answer: AnswerStream, with_usage: bool, done: _Log) -> AsyncIterator[bytes]:
-    """The chunks as server-sent events. A failure is the last event, for the status has gone out long before."""
+async def _events(answer: AnswerStream, with_usage: bool, request_log: _Log) -> AsyncIterator[bytes]:
+    """The chunks as server-sent events. A failure is the last event, since the status has been sent already."""
     outcome = "client left"
     try:
         async for chunk in answer.chunks(with_usage):
@@ -291,17 +295,17 @@ async def _events(answer: AnswerStream, with_usage: bool, done: _Log) -> AsyncIt
         yield b"data: " + json.dumps(refused.body()).encode() + b"\n\n"
     finally:
         answer.cancel()
-        done.write(outcome)
+        request_log.write(outcome)
 
 
 async def _unless_gone(request: Request, work: Any) -> Any:
-    """The result of some work, unless the client leaves before it is there."""
+    """Returns the result of `work`, unless the client disconnects first."""
 
-    async def gone() -> None:
+    async def disconnected() -> None:
         while (await request.receive())["type"] != "http.disconnect":
             pass
 
-    tasks = [asyncio.ensure_future(work), asyncio.ensure_future(gone())]
+    tasks = [asyncio.ensure_future(work), asyncio.ensure_future(disconnected())]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         if not tasks[0].done():

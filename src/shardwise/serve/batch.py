@@ -1,4 +1,4 @@
-"""Rows of one model that are computed together: one forward gives each of them its next token."""
+"""Rows of one model that are decoded together: one forward gives each of them its next token."""
 
 from __future__ import annotations
 
@@ -17,21 +17,22 @@ log = logging.getLogger("shardwise.serve")
 
 
 class DecodeBatch:
-    """Rows with their shared cache. Its first `step` reads the prompts, each further one a token per row."""
+    """Rows with their shared KV cache. The first `step` prefills the prompts, each further one decodes a token."""
 
     def __init__(self, served: Served, rows: list[AnswerRow]) -> None:
-        self.served, self.rows = served, rows
+        self.served = served
+        self.rows = rows
         self.cache = kv.new_cache(served.model)
         device = served.model.device
         width = max(len(row.ask.prompt) for row in rows)
         pad = min(served.stops, default=0)  # masked: any id of the vocabulary serves
-        lines = [[pad] * (width - len(row.ask.prompt)) + row.ask.prompt for row in rows]
+        padded_prompts = [[pad] * (width - len(row.ask.prompt)) + row.ask.prompt for row in rows]
         masks = [[0] * (width - len(row.ask.prompt)) + [1] * len(row.ask.prompt) for row in rows]
-        self._next = torch.tensor(lines, device=device)  # [rows, tokens to be read]
+        self._next = torch.tensor(padded_prompts, device=device)  # [rows, tokens to be read]
         self._mask = torch.tensor(masks, device=device)  # [rows, columns of the cache and of `_next`]
 
     def step(self) -> None:
-        """A token for each row; rows that are over leave."""
+        """Generates a token for each row; finished rows are removed."""
         logits = self._forward().float()
         likeliest = logits.argmax(-1).tolist()
         tokens = [_advance(row, logits[i : i + 1], likeliest[i]) for i, row in enumerate(self.rows)]
@@ -40,28 +41,29 @@ class DecodeBatch:
         self.drop()
 
     def drop(self) -> None:
-        """Lets go of rows that are over."""
-        stay = [i for i, row in enumerate(self.rows) if not row.over]
-        if len(stay) == len(self.rows):
+        """Removes finished rows."""
+        remaining = [i for i, row in enumerate(self.rows) if not row.over]
+        if len(remaining) == len(self.rows):
             return
-        self.rows = [self.rows[i] for i in stay]
-        if not stay:
+        self.rows = [self.rows[i] for i in remaining]
+        if not remaining:
             return
-        index = torch.tensor(stay, device=self._mask.device)
+        index = torch.tensor(remaining, device=self._mask.device)
         mask = self._mask[index]
         first = int(mask.any(0).int().argmax())  # columns that only the rows that left had need of
-        self._mask, self._next = mask[:, first:], self._next[index]
+        self._mask = mask[:, first:]
+        self._next = self._next[index]
         kv.keep_rows(self.cache, index, first)
 
     def join(self, other: DecodeBatch) -> None:
-        """Takes over the rows of another batch that has read its prompts too."""
+        """Takes over the rows of another batch that has prefilled its prompts too."""
         self._mask = kv.stack(self._mask, other._mask, -1)
         self._next = torch.cat([self._next, other._next])
         self.rows = [*self.rows, *other.rows]
         kv.join(self.cache, other.cache)
 
     def bytes_per_token(self) -> float:
-        """Memory that one token of one row takes in the cache."""
+        """Bytes that one token of one row takes in the cache."""
         return kv.bytes_of(self.cache) / max(1, len(self.rows) * (self._mask.shape[1] - 1))
 
     def _forward(self) -> torch.Tensor:
@@ -84,7 +86,7 @@ class DecodeBatch:
 
 
 def _advance(row: AnswerRow, logits: torch.Tensor, likeliest: int) -> int:
-    """Gives a row its next token; one that fails does so alone. Logits [1, vocabulary]."""
+    """Gives a row its next token; a row that fails does so alone. Logits [1, vocabulary]."""
     try:
         token = likeliest if row.chooser.plain else row.chooser.pick(logits, row.seen)
         top = row.ask.top_logprobs

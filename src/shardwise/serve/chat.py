@@ -1,4 +1,4 @@
-"""A terminal around a model: an interactive chat for people, and a plain question-and-answer mode for scripts.
+"""Chat with a model: interactive on a terminal, and plain question and answer for scripts.
 
 People get streaming, commands and notes. Scripts (a prompt, or lines on stdin) get the answers on stdout and nothing
 else; notes go to stderr. Both share one `Conversation`, which holds the turns and keeps them within the context.
@@ -42,10 +42,7 @@ Loader = Callable[[str], tuple[Any, Any]]
 
 
 def chat(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    sampling: Sampling,
-    system: str | None,
+    conversation: Conversation,
     prompt: str | None,
     console: Console,
     title: str,
@@ -54,12 +51,12 @@ def chat(
 ) -> None:
     """Answers `prompt`, or each line of a piped stdin, or else opens an interactive chat on the terminal.
 
-    `compare` names a model that answers the same questions; `load` finds it.
+    `compare` names a model that answers the same questions; `load` loads it.
     """
-    conversation = Conversation(model, tokenizer, sampling, system)
     both = {title: conversation}
     if compare is not None and load is not None:
-        both[other_title(compare, title)] = Conversation(*load(compare), sampling, system)
+        other = Conversation(*load(compare), conversation.sampling, conversation.system)
+        both[other_title(compare, title)] = other
     if prompt is not None:
         if not prompt.strip():
             raise UserError("prompt", prompt, "is empty", "write a question")
@@ -82,70 +79,71 @@ class Conversation:
     system: str | None = None
     turns: list[tuple[str, str]] = field(default_factory=list)
     first_seen: int = 0
-    asked: int = 0
+    questions_asked: int = 0
 
     def ask(self, question: str, on_text: Callable[[str], None], note: Callable[[str], None]) -> Reply:
-        """Answers a question and keeps the turn; an answer stopped before its first word leaves no turn."""
+        """Answers a question and stores the turn; an answer stopped before its first word leaves no turn."""
         question = question.encode("utf-8", "replace").decode("utf-8")  # half characters from odd terminals
         messages = self._fit(question, note)
         sampling = self.sampling
         if sampling.seed is not None:
             # A session repeats exactly, yet /retry draws anew.
-            sampling = dataclasses.replace(sampling, seed=(sampling.seed + self.asked) % 2**63)
-        given = reply(self.model, self.tokenizer, messages, sampling, on_text)
-        self.asked += 1
-        if given.text or given.ended != "interrupted":
-            self.turns.append((question, given.text))
-        return given
+            sampling = dataclasses.replace(sampling, seed=(sampling.seed + self.questions_asked) % 2**63)
+        answer = reply(self.model, self.tokenizer, messages, sampling, on_text)
+        self.questions_asked += 1
+        if answer.text or answer.ended != "interrupted":
+            self.turns.append((question, answer.text))
+        return answer
 
     def messages(self, turns: Iterable[tuple[str, str]]) -> list[Message]:
-        """The system message and the given turns in the form that templates and chat files share."""
+        """Returns the system message and the given turns, as chat templates and chat files have them."""
         out: list[Message] = [] if self.system is None else [{"role": "system", "content": self.system}]
         for question, answer in turns:
             out += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
         return out
 
     def undo(self) -> tuple[str, str] | None:
-        """Takes back the last turn and returns it."""
+        """Removes the last turn and returns it."""
         turn = self.turns.pop() if self.turns else None
         self.first_seen = min(self.first_seen, len(self.turns))
         return turn
 
     def reset(self) -> None:
-        """Forgets every turn."""
+        """Removes every turn."""
         self.turns.clear()
         self.first_seen = 0
 
     def _fit(self, question: str, note: Callable[[str], None]) -> list[Message]:
         """The messages to send, without the oldest turns where they leave no room for an answer."""
-        context, first = context_length(self.model), self.first_seen
+        context = context_length(self.model)
+        first_turn = self.first_seen
         while True:
-            messages = [*self.messages(self.turns[first:]), {"role": "user", "content": question}]
+            messages = [*self.messages(self.turns[first_turn:]), {"role": "user", "content": question}]
             if context is None or not self.tokenizer.chat_template:
                 return messages
             size = len(prompt_ids(self.tokenizer, messages))
             # A prompt that fits with a word to spare is no use: up to a quarter of the context is the answer's.
-            if first == len(self.turns) or size + min(self.sampling.max_tokens, context // 4) <= context:
+            if first_turn == len(self.turns) or size + min(self.sampling.max_tokens, context // 4) <= context:
                 break
-            first += 1
+            first_turn += 1
         # A question too long even alone will be refused, and is no reason to forget the turns before it.
-        if size < context and (dropped := first - self.first_seen):
-            self.first_seen = first
-            which = "the oldest turn is" if dropped == 1 else f"the {dropped} oldest turns are"
-            note(f"the context of {context} tokens is full: {which} no longer seen by the model")
+        if size < context and (dropped := first_turn - self.first_seen):
+            self.first_seen = first_turn
+            dropped_note = "the oldest turn is" if dropped == 1 else f"the {dropped} oldest turns are"
+            note(f"the context of {context} tokens is full: {dropped_note} no longer seen by the model")
         return messages
 
 
 def answer_script(conversations: dict[str, Conversation], questions: Iterable[str], console: Console) -> None:
-    """Writes the answers to each question to `console` and nothing else; notes go to stderr, Ctrl-C ends it.
+    """Writes only the answers to `console`; notes go to stderr, and Ctrl-C ends it.
 
-    Of several models, each answer stands under the model's title.
+    With several models, each answer stands under the model's title.
     """
 
     def note(text: str) -> None:
         print(f"note: {text}", file=sys.stderr, flush=True)
 
-    if any(not one.tokenizer.chat_template for one in conversations.values()):
+    if any(not conversation.tokenizer.chat_template for conversation in conversations.values()):
         note(NO_TEMPLATE)
     try:
         for line in questions:
@@ -155,12 +153,12 @@ def answer_script(conversations: dict[str, Conversation], questions: Iterable[st
             for title, conversation in conversations.items():
                 if len(conversations) > 1:
                     _write(console, f"== {title}\n")
-                given = conversation.ask(question, lambda text: _write(console, text), note)
-                _finish_line(console, given.text)
-                if given.ended == "interrupted":
+                answer = conversation.ask(question, lambda text: _write(console, text), note)
+                _finish_line(console, answer.text)
+                if answer.ended == "interrupted":
                     raise KeyboardInterrupt
-                if shown := _ending(given, conversation.sampling, "raise max_tokens"):
-                    note(shown)
+                if ending := _ending(answer, conversation.sampling, "raise max_tokens"):
+                    note(ending)
     except KeyboardInterrupt:
         raise Interrupted("stopped by Ctrl-C", 130) from None
     except UnicodeDecodeError as error:
@@ -178,11 +176,11 @@ class Terminal:
     both: dict[str, Conversation] = field(default_factory=dict)  # by title; more than one while models are compared
 
     def run(self, title: str) -> None:
-        """Talks until /quit, Ctrl-D or two Ctrl-C in a row."""
+        """Runs until /quit, Ctrl-D or two Ctrl-C in a row."""
         self.both = self.both or {title: self.conversation}
         self.console.print(" and ".join(self.both), style="bold", markup=False, highlight=False)
         self._note("/help lists the commands, Ctrl-D leaves")
-        if any(not one.tokenizer.chat_template for one in self.both.values()):
+        if any(not conversation.tokenizer.chat_template for conversation in self.both.values()):
             self._note(NO_TEMPLATE)
         interrupts = 0
         while interrupts < 2:
@@ -202,7 +200,7 @@ class Terminal:
                 continue
             interrupts = 0
             try:
-                if not self._take(line):
+                if not self._handle_line(line):
                     return
             except UserError as error:
                 self.console.print(str(error), style="yellow", markup=False, highlight=False)
@@ -215,101 +213,106 @@ class Terminal:
             line = line[:-1] + "\n" + self.read(". ")
         return line
 
-    def _take(self, line: str) -> bool:
-        """Answers a question or runs a command; False where the command was to leave."""
+    def _handle_line(self, line: str) -> bool:
+        """Answers a question or runs a command; returns False if the command was to leave."""
         if not line.startswith("/"):
             if line.strip():
                 self._ask(line.strip())
             return True
-        name, _, rest = line.strip().partition(" ")
-        rest = rest.strip()
+        name, _, argument = line.strip().partition(" ")
+        argument = argument.strip()
         commands: dict[str, Callable[[], None]] = {
             "/help": lambda: self._note(HELP),
-            "/system": lambda: self._system(rest),
+            "/system": lambda: self._system(argument),
             "/reset": self._reset,
             "/retry": self._retry,
             "/undo": self._undo,
-            "/save": lambda: self._save(rest),
-            "/load": lambda: self._load(rest),
-            "/set": lambda: self._set(rest),
-            "/compare": lambda: self._compare(rest),
+            "/save": lambda: self._save(argument),
+            "/load": lambda: self._load(argument),
+            "/set": lambda: self._set(argument),
+            "/compare": lambda: self._compare(argument),
             "/tokens": self._tokens,
         }
         if name in commands:
             commands[name]()
         elif name not in ("/quit", "/exit"):
-            near = difflib.get_close_matches(name, [*commands, "/quit"], n=1)
-            meant = f"did you mean {near[0]}? " if near else ""
-            self._note(f"there is no command {name}; {meant}/help lists them")
+            close_matches = difflib.get_close_matches(name, [*commands, "/quit"], n=1)
+            suggestion = f"did you mean {close_matches[0]}? " if close_matches else ""
+            self._note(f"there is no command {name}; {suggestion}/help lists them")
         return name not in ("/quit", "/exit")
 
     def _ask(self, question: str) -> bool:
-        """Streams an answer and its dim summary line; False where it was stopped before the first word."""
+        """Streams an answer and its summary line; returns False if it was stopped before the first word."""
         if len(self.both) > 1:
-            return self._ask_both(question)
-        given = self.conversation.ask(question, self._stream, self._note)
-        _finish_line(self.console, given.text)
-        if not given.text and given.ended == "interrupted":
+            return self._ask_all(question)
+        answer = self.conversation.ask(question, self._stream, self._note)
+        _finish_line(self.console, answer.text)
+        if not answer.text and answer.ended == "interrupted":
             self._note("stopped before the first word; the question is taken back")
             return False
-        self._note(self._summary(given))
+        self._note(self._summary(answer))
         return True
 
-    def _ask_both(self, question: str) -> bool:
-        """Shows the answers of both models; an interrupt takes the question back from both."""
-        before = [len(one.turns) for one in self.both.values()]
-        asks = {title: partial(one.ask, question, note=self._note) for title, one in self.both.items()}
-        whole = False
+    def _ask_all(self, question: str) -> bool:
+        """Shows the answers of both models; an interrupt removes the question from both."""
+        turn_counts = [len(conversation.turns) for conversation in self.both.values()]
+        asks = {
+            title: partial(conversation.ask, question, note=self._note) for title, conversation in self.both.items()
+        }
+        complete = False
         try:
-            given = show_answers(self.console, asks, self._summary, self._note)
-            whole = all(one.ended != "interrupted" for one in given) and len(given) == len(asks)
+            answers = show_answers(self.console, asks, self._summary, self._note)
+            interrupted = any(answer.ended == "interrupted" for answer in answers)
+            complete = not interrupted and len(answers) == len(asks)
         finally:
-            if not whole:
-                for one, size in zip(self.both.values(), before, strict=True):
-                    if len(one.turns) > size:
-                        one.undo()
-        if not whole:
+            if not complete:
+                for conversation, size in zip(self.both.values(), turn_counts, strict=True):
+                    if len(conversation.turns) > size:
+                        conversation.undo()
+        if not complete:
             self._note("stopped; the question is taken back")
-        return whole
+        return complete
 
-    def _summary(self, given: Reply) -> str:
-        sampling, rate = self.conversation.sampling, given.tokens / max(given.seconds, 1e-9)
-        why = _ending(given, sampling, f"/set max_tokens={2 * sampling.max_tokens}")
-        return f"{given.tokens} tokens · {rate:.1f} tokens/s" + (f" · {why}" if why else "")
+    def _summary(self, answer: Reply) -> str:
+        sampling = self.conversation.sampling
+        rate = answer.tokens / max(answer.seconds, 1e-9)
+        ending = _ending(answer, sampling, f"/set max_tokens={2 * sampling.max_tokens}")
+        return f"{answer.tokens} tokens · {rate:.1f} tokens/s" + (f" · {ending}" if ending else "")
 
     def _stream(self, text: str) -> None:
         _write(self.console, harmless(text))
 
     def _system(self, text: str) -> None:
-        for one in self.both.values():
-            one.system = text or None
+        for conversation in self.both.values():
+            conversation.system = text or None
         self._note("the system message is set" if text else "the system message is removed")
 
     def _reset(self) -> None:
-        for one in self.both.values():
-            one.reset()
+        for conversation in self.both.values():
+            conversation.reset()
         self._note("the conversation is forgotten")
 
     def _undo(self) -> None:
-        turn, *_ = [one.undo() for one in self.both.values()]
+        turn, *_ = [conversation.undo() for conversation in self.both.values()]
         self._note("there is nothing to take back" if turn is None else f"taken back: {turn[0]}")
 
     def _retry(self) -> None:
-        kept = {one: (one.first_seen, one.undo()) for one in self.both.values()}
-        turn = kept[self.conversation][1]
+        previous = {conversation: (conversation.first_seen, conversation.undo()) for conversation in self.both.values()}
+        turn = previous[self.conversation][1]
         if turn is None:
             self._note("there is no question to answer again")
             return
         if self.conversation.sampling.temperature == 0:
             self._note("temperature is 0, so the same answer comes again; try /set temperature 0.7")
-        before, answered = len(self.conversation.turns), False
+        before = len(self.conversation.turns)
+        answered = False
         try:
             answered = self._ask(turn[0])
         finally:
             if not answered and len(self.conversation.turns) == before:  # the old answer is better than none
-                for one, (first_seen, old) in kept.items():
-                    one.turns += [] if old is None else [old]
-                    one.first_seen = first_seen
+                for conversation, (first_seen, old) in previous.items():
+                    conversation.turns += [] if old is None else [old]
+                    conversation.first_seen = first_seen
 
     def _save(self, name: str) -> None:
         if not name:
@@ -326,9 +329,10 @@ class Terminal:
             self._note("name a file: /load FILE.jsonl")
             return
         system, turns = read_chat_row(Path(name).expanduser())
-        for one in self.both.values():
-            one.reset()
-            one.system, one.turns = system, list(turns)
+        for conversation in self.both.values():
+            conversation.reset()
+            conversation.system = system
+            conversation.turns = list(turns)
         self._note(
             f"{len(turns)} turn{'' if len(turns) == 1 else 's'} loaded" + (", and a system message" * bool(system))
         )
@@ -339,8 +343,8 @@ class Terminal:
             words = [f"{name}={value}" for name, value in zip(words[::2], words[1::2], strict=True)]
         if words:
             sampling = changed(self.conversation.sampling, words)
-            for one in self.both.values():
-                one.sampling = sampling
+            for conversation in self.both.values():
+                conversation.sampling = sampling
         settings = dataclasses.asdict(self.conversation.sampling)
         self._note(" ".join(f"{name}={value}" for name, value in settings.items()))
 
@@ -348,9 +352,15 @@ class Terminal:
         title = next(iter(self.both))
         if name and self.load is not None:
             self._note(f"loading {name}")
-            talk = self.conversation
-            other = Conversation(*self.load(name), talk.sampling, talk.system, list(talk.turns), talk.first_seen)
-            self.both = {title: talk, other_title(name, title): other}
+            conversation = self.conversation
+            other = Conversation(
+                *self.load(name),
+                conversation.sampling,
+                conversation.system,
+                list(conversation.turns),
+                conversation.first_seen,
+            )
+            self.both = {title: conversation, other_title(name, title): other}
             self._note("both answer from now on; /compare alone ends it")
         elif len(self.both) > 1:
             self.both = {title: self.conversation}
@@ -359,10 +369,14 @@ class Terminal:
             self._note("name a model: /compare MODEL")
 
     def _tokens(self) -> None:
-        for title, one in self.both.items():
-            seen = one.messages(one.turns[one.first_seen :])
-            used = len(prompt_ids(one.tokenizer, seen)) if seen and one.tokenizer.chat_template else 0
-            context = context_length(one.model)
+        for title, conversation in self.both.items():
+            messages = conversation.messages(conversation.turns[conversation.first_seen :])
+            used = (
+                len(prompt_ids(conversation.tokenizer, messages))
+                if messages and conversation.tokenizer.chat_template
+                else 0
+            )
+            context = context_length(conversation.model)
             name = f"{title}: " if len(self.both) > 1 else ""
             self._note(f"{name}{used} tokens" + ("" if context is None else f" of {context}, {context - used} left"))
 
@@ -371,30 +385,31 @@ class Terminal:
 
 
 def changed(sampling: Sampling, assignments: list[str]) -> Sampling:
-    """The sampling with `name=value` assignments applied; a UserError names the nearest setting."""
+    """Returns the sampling settings with `name=value` assignments; a UserError names the nearest setting."""
     values: dict[str, Any] = dataclasses.asdict(sampling)
     for assignment in assignments:
         name, _, text = assignment.partition("=")
         if name not in values:
-            near = difflib.get_close_matches(name, values, n=1) or list(values)
-            raise UserError("/set", assignment, "is no setting", f"settings: {', '.join(near)}")
-        whole = name in ("max_tokens", "seed")
+            close_matches = difflib.get_close_matches(name, values, n=1) or list(values)
+            raise UserError("/set", assignment, "is no setting", f"settings: {', '.join(close_matches)}")
+        is_integer = name in ("max_tokens", "seed")
         try:
-            values[name] = None if name == "seed" and text == "None" else int(text) if whole else float(text)
+            number = int if is_integer else float
+            values[name] = None if name == "seed" and text == "None" else number(text)
         except ValueError:
-            form = f"{name}=7" if whole else f"{name}=0.7"
-            raise UserError("/set", assignment, "is not a number", f"write e.g. /set {form}") from None
+            example = f"{name}=7" if is_integer else f"{name}=0.7"
+            raise UserError("/set", assignment, "is not a number", f"write e.g. /set {example}") from None
     return Sampling(**values)
 
 
-def _ending(given: Reply, sampling: Sampling, remedy: str) -> str:
-    """Why an answer is shorter than the model meant it, or nothing."""
+def _ending(answer: Reply, sampling: Sampling, remedy: str) -> str:
+    """Why an answer was cut short; empty if it was not."""
     return {
         "stop": "",
         "length": f"cut at max_tokens={sampling.max_tokens} ({remedy})",
         "context": "cut where the context ends",
         "interrupted": "stopped",
-    }[given.ended]
+    }[answer.ended]
 
 
 def _write(console: Console, text: str) -> None:

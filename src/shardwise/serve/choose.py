@@ -1,6 +1,6 @@
-"""Picks the next token of each row, as `generate` would for that row alone.
+"""Samples the next token of each row, exactly as `generate` would for that row alone.
 
-A row draws from a random stream of its own, so that a seed gives the same answer whoever else is being served.
+Each row has a random stream of its own, so that a seed gives the same answer whatever else is being served.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from shardwise.nn.generate import Sampling
 
 @dataclass(frozen=True)
 class Scored:
-    """A token with its log-probability under the model, and the likeliest ones in its place."""
+    """A token with its log-probability under the model, and the top tokens in its place."""
 
     token: int
     logprob: float
@@ -30,7 +30,7 @@ class Scored:
 
 @dataclass
 class Chooser:
-    """The way one row picks its tokens."""
+    """Sampling of one row."""
 
     sampling: Sampling
     device: torch.device
@@ -38,7 +38,8 @@ class Chooser:
     _random: torch.Generator | None = None
 
     def __post_init__(self) -> None:
-        sampling, steps = self.sampling, []
+        sampling = self.sampling
+        steps = []
         if sampling.repetition_penalty != 1:
             steps.append(RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty))
         if sampling.temperature > 0:
@@ -51,22 +52,24 @@ class Chooser:
 
     @property
     def plain(self) -> bool:
-        """Whether the likeliest token is taken as it stands."""
+        """Whether sampling is greedy without any logits processor."""
         return not self._steps
 
     def pick(self, logits: torch.Tensor, seen: list[int]) -> int:
-        """The next token from logits [1, vocabulary], after the tokens seen so far."""
-        changed: Any = self._steps(torch.tensor([seen], device=logits.device), logits)
+        """Returns the next token from logits [1, vocabulary], after the tokens seen so far."""
+        processed: Any = self._steps(torch.tensor([seen], device=logits.device), logits)
         if self.sampling.temperature == 0:
-            return int(changed.argmax(-1))
-        shares = changed.softmax(-1)
-        if not torch.isfinite(shares).all():  # settings so extreme that they overflow, and would fail the whole batch
+            return int(processed.argmax(-1))
+        probabilities = processed.softmax(-1)
+        if not torch.isfinite(
+            probabilities
+        ).all():  # settings so extreme that they overflow, and would fail the whole batch
             return int(logits.argmax(-1))
-        return int(torch.multinomial(shares, 1, generator=self._random))
+        return int(torch.multinomial(probabilities, 1, generator=self._random))
 
 
 def score(logits: torch.Tensor, token: int, top: int) -> Scored:
-    """What the model thought of a token, before temperature and the like; logits [vocabulary]."""
+    """Returns the log-probability of a token before temperature and the like; logits [vocabulary]."""
     logprobs = logits.log_softmax(-1)
     best = logprobs.topk(top) if top else None
     pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True) if best is not None else ()

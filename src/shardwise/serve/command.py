@@ -1,4 +1,4 @@
-"""`shardwise serve`: checks what can be checked, loads the models, and runs the server until it is told to stop."""
+"""`shardwise serve`: checks the options, loads the models, and runs the server until it is stopped."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ GRACE = 10.0  # seconds that answers under way have after Ctrl-C or SIGTERM
 
 @dataclass(frozen=True)
 class ServeOptions:
-    """What the command line says."""
+    """Options of the command line."""
 
     words: list[str]
     host: str = "127.0.0.1"
@@ -118,7 +118,7 @@ def _run(
 
 
 def web_config(app: Any) -> Any:
-    """How the server meets the network: no more than so many connections, none of which may trickle."""
+    """Returns uvicorn's configuration, with limits on connections and on slow clients."""
     import uvicorn
 
     from shardwise.serve.impatient import Impatient
@@ -131,10 +131,10 @@ def web_config(app: Any) -> Any:
 
 
 def banner(options: ServeOptions, listener: socket.socket, names: list[str], with_key: bool) -> str:
-    """What a user needs to know once it is up: where, what, and a line to try."""
+    """Returns what a user needs to know once the server is up: address, models, and a command to try."""
     host, port = listener.getsockname()[:2]
-    shown = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
-    url = f"http://{shown}:{port}/v1"
+    shown_host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
+    url = f"http://{shown_host}:{port}/v1"
     question = json.dumps({"model": names[0], "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 64})
     header = f' -H "Authorization: Bearer ${options.api_key_env}"' if with_key else ""
     return "\n".join([

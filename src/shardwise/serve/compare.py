@@ -1,4 +1,4 @@
-"""Two models' answers to the same question: side by side on a wide terminal, else one after the other."""
+"""Answers of two models to the same question: side by side on a wide terminal, else one after the other."""
 
 from __future__ import annotations
 
@@ -19,24 +19,25 @@ Asking = Callable[[Callable[[str], None]], Reply]
 def show_answers(
     console: Console, asks: Mapping[str, Asking], summary: Callable[[Reply], str], note: Callable[[str], None]
 ) -> list[Reply]:
-    """Asks each model in turn and shows its answer under its title; one that is interrupted is the last."""
+    """Asks each model in turn and shows its answer under its title; an interrupted answer is the last."""
     if console.is_terminal and console.width >= WIDE:
-        return _beside(console, asks, summary)
-    given: list[Reply] = []
+        return _side_by_side(console, asks, summary)
+    answers: list[Reply] = []
     for title, ask in asks.items():
         console.print(title, style="bold", markup=False, highlight=False)
-        given.append(ask(lambda text: console.out(harmless(text), end="", highlight=False)))
-        if not given[-1].text.endswith("\n"):
+        answers.append(ask(lambda text: console.out(harmless(text), end="", highlight=False)))
+        if not answers[-1].text.endswith("\n"):
             console.print()
-        note(summary(given[-1]))
-        if given[-1].ended == "interrupted":
+        note(summary(answers[-1]))
+        if answers[-1].ended == "interrupted":
             break
-    return given
+    return answers
 
 
-def _beside(console: Console, asks: Mapping[str, Asking], summary: Callable[[Reply], str]) -> list[Reply]:
-    texts, notes = {title: "" for title in asks}, {title: "" for title in asks}
-    given: list[Reply] = []
+def _side_by_side(console: Console, asks: Mapping[str, Asking], summary: Callable[[Reply], str]) -> list[Reply]:
+    texts = {title: "" for title in asks}
+    notes = {title: "" for title in asks}
+    answers: list[Reply] = []
     # While it grows, what does not fit on the screen is cut; the whole is printed once it is there.
     with Live(console=console, transient=True, refresh_per_second=8) as live:
         for title, ask in asks.items():
@@ -45,12 +46,12 @@ def _beside(console: Console, asks: Mapping[str, Asking], summary: Callable[[Rep
                 texts[title] += harmless(text)
                 live.update(_table(texts, notes))
 
-            given.append(ask(show))
-            notes[title] = summary(given[-1])
-            if given[-1].ended == "interrupted":
+            answers.append(ask(show))
+            notes[title] = summary(answers[-1])
+            if answers[-1].ended == "interrupted":
                 break
     console.print(_table(texts, notes))
-    return given
+    return answers
 
 
 def _table(texts: Mapping[str, str], notes: Mapping[str, str]) -> Table:
@@ -63,10 +64,10 @@ def _table(texts: Mapping[str, str], notes: Mapping[str, str]) -> Table:
 
 
 def other_title(name: str, first: str) -> str:
-    """What the second model is called beside the first."""
+    """Returns the title of the second model, distinct from the first."""
     return name if name != first else f"{name} (2)"
 
 
 def harmless(text: str) -> str:
-    """A model's text without escape codes, which could repaint the terminal."""
+    """Replaces escape characters in a model's output, which could repaint the terminal."""
     return text.replace("\x1b", "␛")

@@ -1,9 +1,9 @@
-"""Continuous batching: requests join the rows under way between two steps, and leave as soon as they are answered.
+"""Continuous batching: requests join the running rows between two steps, and leave as soon as they are answered.
 
-One thread does all the computing. Each turn it lets go of requests that were cancelled or are late, reads the prompts
-of some that wait, and goes one token on with every batch. `transformers` has a scheduler of this kind, which runs on
-CPUs too; it draws for all requests from one random stream and owns the model for as long as it lives, so that neither
-a request's seed nor several adapters on one base can be had from it. Hence this one.
+One thread does all the computing. Each turn it drops requests that were cancelled or timed out, prefills the prompts of
+some that wait, and decodes one token for every batch. `transformers` has a scheduler of this kind, which runs on CPUs
+too; it draws for all requests from one random stream and owns the model for as long as it lives, so that neither a
+request's seed nor several adapters on one base are possible with it. Hence this one.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ STOPPING = "the server is shutting down"
 
 @dataclass(frozen=True)
 class Limits:
-    """How much the engine takes on."""
+    """Limits of the engine's load."""
 
     concurrent: int = 64
     queue: int = 256
@@ -62,11 +62,11 @@ class BatchingEngine:
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
-        """Begins to answer."""
+        """Starts the engine's thread."""
         self._thread.start()
 
     def submit(self, asks: list[Ask], emits: list[Callable[[Event], None]]) -> list[AnswerRow] | None:
-        """Takes all of these on, or none where there is no room for them."""
+        """Accepts all of these requests, or returns None if there is no room for them."""
         deadline = time.monotonic() + self.limits.seconds
         with self._wake:
             if self._stopping is not None or len(self._waiting) + len(asks) > self.limits.queue:
@@ -77,26 +77,26 @@ class BatchingEngine:
         return rows
 
     def drain(self, grace: float) -> None:
-        """Takes nothing on any more, and ends what is under way after `grace` seconds at the latest."""
+        """Accepts no more requests, and ends running ones after `grace` seconds at the latest."""
         with self._wake:
             self._stopping = time.monotonic() + grace
             self._wake.notify()
 
     def close(self, wait: float = 10.0) -> None:
-        """Ends now."""
+        """Stops now."""
         self.drain(0)
         self._thread.join(wait)
 
     @property
     def stopping(self) -> bool:
-        """Whether it takes nothing on any more."""
+        """Whether it accepts no more requests."""
         return self._stopping is not None
 
     def load(self) -> tuple[int, int]:
-        """How many requests are being answered, and how many wait."""
-        return len(self._under_way()), len(self._waiting)
+        """Returns the number of running and of waiting requests."""
+        return len(self._running_rows()), len(self._waiting)
 
-    def _under_way(self) -> list[AnswerRow]:
+    def _running_rows(self) -> list[AnswerRow]:
         # Once each: a row is in both places for a moment, and others ask from threads of their own.
         return list(dict.fromkeys([*self._starting, *(row for batch in self._batches for row in batch.rows)]))
 
@@ -108,36 +108,38 @@ class BatchingEngine:
                     return
             except Exception:  # a bug of ours, which is to cost the requests at hand and not the server
                 log.exception("a turn failed")
-                for row in [*self._waiting, *self._under_way()]:
+                for row in [*self._waiting, *self._running_rows()]:
                     row.fail(500, FAILED)
-                self._waiting, self._starting, self._batches = deque(), [], []
+                self._waiting = deque()
+                self._starting = []
+                self._batches = []
 
     def _turn(self) -> bool:
-        """One step for everyone; False when there is nothing more to do, ever."""
+        """One step for every batch; returns False when the engine is stopped and idle."""
         with self._wake:
             while not (self._waiting or self._batches or self.stopping):
                 self._wake.wait()
             self._sweep()
             self._starting = self._admitted()
-            if self.stopping and not self._under_way():
+            if self.stopping and not self._running_rows():
                 return False
         rows = self._starting
-        fresh = [DecodeBatch(rows[0].ask.served, rows)] if rows else []
-        for batch in [*fresh, *self._batches]:
+        new_batches = [DecodeBatch(rows[0].ask.served, rows)] if rows else []
+        for batch in [*new_batches, *self._batches]:
             self._guarded([batch], batch.step)
         self._starting = []
-        for batch in fresh:
+        for batch in new_batches:
             self._place(batch)
         self._batches = [batch for batch in self._batches if batch.rows]
         return True
 
     def _sweep(self) -> None:
-        """Ends requests whose client has left, whose time is up, or that the shutdown cuts short."""
-        cut = self._stopping is not None and time.monotonic() > self._stopping
-        for row in [*self._waiting, *self._under_way()]:
+        """Ends requests whose client has disconnected, that timed out, or that the shutdown cuts short."""
+        grace_over = self._stopping is not None and time.monotonic() > self._stopping
+        for row in [*self._waiting, *self._running_rows()]:
             if row.cancelled:
                 row.over = True
-            elif cut or (self.stopping and row in self._waiting):
+            elif grace_over or (self.stopping and row in self._waiting):
                 row.fail(503, STOPPING)
             elif row.late():
                 row.fail(504, f"no answer within {self.limits.seconds:g} seconds")
@@ -147,63 +149,64 @@ class BatchingEngine:
         self._batches = [batch for batch in self._batches if batch.rows]
 
     def _admitted(self) -> list[AnswerRow]:
-        """The rows to begin with now, all of one model, as far as rows, prompt tokens and memory allow."""
+        """The rows to start now, all of one model, as far as rows, prompt tokens and memory allow."""
         if not self._waiting:
             return []
         served = self._waiting[0].ask.served
-        room = self.limits.concurrent - sum(len(batch.rows) for batch in self._batches)
-        chosen: list[AnswerRow] = []
+        free_rows = self.limits.concurrent - sum(len(batch.rows) for batch in self._batches)
+        admitted: list[AnswerRow] = []
         for row in self._waiting:
             if row.ask.served is not served:
                 continue
-            prompts = [len(one.ask.prompt) for one in (*chosen, row)]
-            alone = not (chosen or self._batches)  # what does not fit beside others is tried alone
-            if len(chosen) == room or not (alone or self._fits(served, [*chosen, row])):
+            prompts = [len(candidate.ask.prompt) for candidate in (*admitted, row)]
+            idle = not (admitted or self._batches)  # what does not fit beside others is tried alone
+            if len(admitted) == free_rows or not (idle or self._fits(served, [*admitted, row])):
                 break
-            if chosen and (not self._joins[served] or max(prompts) * len(prompts) > self.limits.prefill):
+            if admitted and (not self._joins[served] or max(prompts) * len(prompts) > self.limits.prefill):
                 break
-            chosen.append(row)
-        self._waiting = deque(row for row in self._waiting if row not in chosen)
-        return chosen
+            admitted.append(row)
+        self._waiting = deque(row for row in self._waiting if row not in admitted)
+        return admitted
 
     def _fits(self, served: Served, rows: list[AnswerRow]) -> bool:
-        """Whether the memory would hold these rows too, all answers being as long as they may."""
-        lines = {batch: [row.ask.need for row in batch.rows] for batch in self._batches}
+        """Whether the memory would hold these rows too, if all answers reach their maximum length."""
         size = 0.0
-        for batch, needs in lines.items():
+        for batch in list(self._batches):
+            batch_rows = list(batch.rows)
             if batch.served is served and self._joins[served]:
-                rows = [*rows, *batch.rows]
+                rows = [*rows, *batch_rows]
             else:
-                size += max(needs) * len(needs) * self._per_token[batch.served]
+                longest = max(row.ask.need for row in batch_rows)
+                size += longest * len(batch_rows) * self._per_token[batch.served]
         size += max(row.ask.need for row in rows) * len(rows) * self._per_token[served]
         return size <= self._memory
 
-    def _place(self, fresh: DecodeBatch) -> None:
-        """Lets rows that have read their prompts go on with the others of their model."""
-        if not fresh.rows:
+    def _place(self, new_batch: DecodeBatch) -> None:
+        """Merges prefilled rows into the running batch of their model."""
+        if not new_batch.rows:
             return
-        others = [batch for batch in self._batches if batch.served is fresh.served and batch.rows]
-        if others and self._joins[fresh.served]:
-            self._guarded([others[0], fresh], lambda: others[0].join(fresh))
+        others = [batch for batch in self._batches if batch.served is new_batch.served and batch.rows]
+        if others and self._joins[new_batch.served]:
+            self._guarded([others[0], new_batch], lambda: others[0].join(new_batch))
         else:
-            self._batches.append(fresh)
+            self._batches.append(new_batch)
 
     def _guarded(self, batches: list[DecodeBatch], work: Callable[[], None]) -> None:
-        """Does some work on batches; a failure ends their requests and nothing else."""
+        """Runs work on batches; a failure ends their requests and nothing else."""
         try:
             work()
         except Exception as error:
-            memory = isinstance(error, torch.OutOfMemoryError)
-            if not memory:
+            out_of_memory = isinstance(error, torch.OutOfMemoryError)
+            if not out_of_memory:
                 log.exception("a step failed")
             for batch in batches:
                 for row in batch.rows:
-                    row.fail(*((503, "the memory is full; ask for less") if memory else (500, FAILED)))
+                    row.fail(*((503, "the memory is full; ask for less") if out_of_memory else (500, FAILED)))
                 batch.rows = []
 
 
 def _checked(served: Served) -> bool:
-    """Whether requests for this model can share a batch; a UserError where it cannot be served at all."""
+    """Whether requests for this model can share a batch; raises UserError if it cannot be served at all."""
     if "past_key_values" not in inspect.signature(served.model.forward).parameters:
         problem = f"{type(served.model).__name__} keeps its state in a way this server does not handle"
         raise UserError("model", served.name, problem, "use shardwise chat, or an engine made for it")
@@ -212,7 +215,7 @@ def _checked(served: Served) -> bool:
 
 @torch.inference_mode()
 def _bytes_per_token(served: Served) -> float:
-    """Measured on one token, which also shows that the model answers at all."""
+    """Measured on one token, which also shows that the model runs."""
     row = AnswerRow(Ask(served, [min(served.stops, default=0)] * 2, Sampling(max_tokens=2)), lambda _: None, math.inf)
     batch = DecodeBatch(served, [row])
     batch.rows[0].pieces.stops = set()  # whatever it says, the row stays

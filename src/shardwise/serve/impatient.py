@@ -1,4 +1,4 @@
-"""A connection that does not come out with its request is closed: else a few that trickle would keep all others out."""
+"""Closes connections that do not complete their request in time: a few slow ones would keep all others out."""
 
 from __future__ import annotations
 
@@ -11,35 +11,35 @@ HEAD_SECONDS = 10.0  # for the request line and headers, from the first byte or 
 
 
 class Impatient(H11Protocol):
-    """uvicorn's HTTP protocol, which waits for a request's head without end, with an end."""
+    """uvicorn's HTTP protocol with a time limit for a request's head, which uvicorn itself does not have."""
 
     _late: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
-        """As uvicorn's; the clock runs."""
+        """Starts the timer."""
         super().connection_made(transport)
-        self._mind()
+        self._update_timer()
 
     def data_received(self, data: bytes) -> None:
-        """As uvicorn's; the clock stops once the head is there."""
+        """Stops the timer once the request's head is complete."""
         super().data_received(data)
-        self._mind()
+        self._update_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """As uvicorn's."""
+        """Cancels the timer."""
         if self._late is not None:
             self._late.cancel()
         super().connection_lost(exc)
 
-    def _mind(self) -> None:
-        waits = self.cycle is None or self.cycle.response_complete
-        if waits and self._late is None:
-            self._late = self.loop.call_later(HEAD_SECONDS, self._give_up)
-        elif not waits and self._late is not None:
+    def _update_timer(self) -> None:
+        awaiting_head = self.cycle is None or self.cycle.response_complete
+        if awaiting_head and self._late is None:
+            self._late = self.loop.call_later(HEAD_SECONDS, self._close_late)
+        elif not awaiting_head and self._late is not None:
             self._late.cancel()
             self._late = None
 
-    def _give_up(self) -> None:
+    def _close_late(self) -> None:
         self._late = None
         if not self.transport.is_closing():
             self.transport.close()

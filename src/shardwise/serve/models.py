@@ -1,6 +1,6 @@
-"""Which models a server offers, each under a name of its own.
+"""The models of a server, each under a name of its own.
 
-Several names may share one set of weights: an adapter is switched on (`activate`) before its rows are computed.
+Several names may share one set of weights: an adapter is switched on (`activate`) before its rows are decoded.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ ADAPTER_FILE = "adapter_config.json"  # as PEFT names it
 
 @dataclass(frozen=True, eq=False)
 class Served:
-    """A model ready to answer: weights, tokenizer and what ends an answer."""
+    """A model ready to serve: weights, tokenizer and stop tokens."""
 
     name: str
     model: Any = field(repr=False)
@@ -39,18 +39,18 @@ class Served:
 
     @property
     def takes_tools(self) -> bool:
-        """Whether the chat template shows tools to the model."""
+        """Whether the chat template supports tools."""
         return "tools" in str(self.tokenizer.chat_template or "")
 
 
 class Models:
-    """Names of models, in the order they were given."""
+    """The served models by name, in the order given."""
 
     def __init__(self, served: list[Served]) -> None:
-        self._by_name = {one.name: one for one in served}
+        self._by_name = {model.name: model for model in served}
 
     def get(self, name: str) -> Served | None:
-        """The model of that name, if there is one."""
+        """Returns the model of that name, or None."""
         return self._by_name.get(name)
 
     def __iter__(self) -> Iterator[Served]:
@@ -58,31 +58,32 @@ class Models:
 
 
 def split_names(words: list[str], name: str | None) -> dict[str, str]:
-    """Model by name from what the command line gives: `MODEL`, or `NAME=MODEL`."""
+    """Returns models by name from the command line: `MODEL`, or `NAME=MODEL`."""
     if name is not None and len(words) > 1:
         raise UserError("--name", name, "names one model, and there are several", "write NAME=MODEL for each")
-    found: dict[str, str] = {}
+    models: dict[str, str] = {}
     for word in words:
         label, equals, place = word.partition("=")
         if not equals or Path(word).expanduser().exists():
-            label, place = _default_name(word), word
+            label = _default_name(word)
+            place = word
         label = name or label
         if not label or not place:
             raise UserError("MODEL", word, "lacks a name or a model", "write NAME=MODEL, e.g. tuned=out/run")
-        if label in found:
+        if label in models:
             raise UserError("MODEL", word, f"the name {label} is taken", "write NAME=MODEL with another name")
-        found[label] = place
-    return found
+        models[label] = place
+    return models
 
 
 def _default_name(word: str) -> str:
-    """A hub id or an embedded name as it stands; the last part of a path."""
+    """A hub id or an embedded name unchanged; the last part of a path."""
     path = Path(word).expanduser()
     return path.resolve().name if path.exists() else word
 
 
 def load_models(places: dict[str, str], changed_tokenizer: bool, load: Loader) -> Models:
-    """Loads each model once, whatever names it has; adapters of one base share its weights."""
+    """Loads each model once, whatever its names; adapters of one base share its weights."""
     loaded: dict[str, tuple[Any, Any]] = {}
     served = []
     shared = shared_bases(places)
@@ -92,24 +93,24 @@ def load_models(places: dict[str, str], changed_tokenizer: bool, load: Loader) -
             loaded[base] = load(base)
         model, tokenizer = loaded[base]
         if base in shared.values():
-            served.append(_wearing(name, model, tokenizer, adapter_folder(place), changed_tokenizer))
+            served.append(_with_adapter(name, model, tokenizer, adapter_folder(place), changed_tokenizer))
         else:
             served.append(Served(name, model, tokenizer))
     return Models(served)
 
 
 def shared_bases(places: dict[str, str]) -> dict[str, str]:
-    """Which places lie on which base, for bases that several adapters, or an adapter and the bare model, are asked of.
+    """Returns the base of each place, for bases shared by several adapters or by an adapter and the bare model.
 
     An adapter that is alone on its base is loaded like any other model.
     """
     bases = {place: _base(folder) for place in places.values() if (folder := adapter_folder(place)) is not None}
-    on = bases | {place: place for place in places.values() if place in bases.values()}
-    return {place: base for place, base in on.items() if list(on.values()).count(base) > 1}
+    base_of_place = bases | {place: place for place in places.values() if place in bases.values()}
+    return {place: base for place, base in base_of_place.items() if list(base_of_place.values()).count(base) > 1}
 
 
 def adapter_folder(place: str) -> Path | None:
-    """Where the adapter lies, if that is what it is: the folder, or the one in a finished run."""
+    """Returns the adapter's folder, itself or in a finished run; None if there is none."""
     path = Path(place).expanduser()
     return next((folder for folder in (path / "model", path) if (folder / ADAPTER_FILE).is_file()), None)
 
@@ -121,7 +122,7 @@ def _base(folder: Path) -> str:
         raise UserError("MODEL", str(folder), f"its {ADAPTER_FILE} names no base model", "export it again") from None
 
 
-def _wearing(name: str, model: Any, tokenizer: Any, folder: Path | None, changed_tokenizer: bool) -> Served:
+def _with_adapter(name: str, model: Any, tokenizer: Any, folder: Path | None, changed_tokenizer: bool) -> Served:
     """A base under one of its names: with the adapter of a folder, or bare."""
     from transformers import AutoTokenizer
 

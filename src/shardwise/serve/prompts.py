@@ -1,4 +1,4 @@
-"""From a request to what the engine is given: token ids that fit, and how long the answer may be."""
+"""From a request to what the engine is given: token ids that fit, and the maximum length of the answer."""
 
 from __future__ import annotations
 
@@ -12,54 +12,56 @@ from shardwise.serve.protocol import BadRequest, ChatRequest, TextRequest
 from shardwise.serve.rows import Ask
 
 
-def make_asks(served: Served, asked: ChatRequest | TextRequest, limit: int, most: int) -> tuple[list[Ask], int]:
-    """One ask for each answer (`n` for each prompt), and the tokens of all prompts; raises BadRequest."""
-    count = asked.n * (1 if isinstance(asked, ChatRequest) else len(asked.prompts))
-    if count > most:
+def make_asks(
+    served: Served, request: ChatRequest | TextRequest, limit: int, most_answers: int
+) -> tuple[list[Ask], int]:
+    """Returns one ask for each answer (`n` for each prompt), and the tokens of all prompts; raises BadRequest."""
+    count = request.n * (1 if isinstance(request, ChatRequest) else len(request.prompts))
+    if count > most_answers:
         raise BadRequest(
-            400, f"n: {count} answers are asked for at once, and {most} are the most", "n", "invalid_value"
+            400, f"n: {count} answers are asked for at once, and {most_answers} are the most", "n", "invalid_value"
         )
-    if isinstance(asked, ChatRequest):
-        prompts = [_conversation(served, asked)]
+    if isinstance(request, ChatRequest):
+        prompts = [_conversation(served, request)]
     else:
-        prompts = [_text(served, prompt) for prompt in asked.prompts]
+        prompts = [_text(served, prompt) for prompt in request.prompts]
     if not prompts:
         raise BadRequest(400, "prompt: is empty", "prompt", "invalid_value")
     asks = []
     for prompt in prompts:
-        size = _longest(served, prompt, asked.wanted, limit)
-        for choice in range(asked.n):
-            asks.append(Ask(served, prompt, asked.sampling(size, choice), asked.stops, asked.scores))
+        size = _longest(served, prompt, request.wanted, limit)
+        for choice in range(request.n):
+            asks.append(Ask(served, prompt, request.sampling(size, choice), request.stops, request.scores))
     return asks, sum(map(len, prompts))
 
 
-def _longest(served: Served, prompt: list[int], wanted: int | None, limit: int) -> int:
-    """Tokens that the answer may have."""
+def _longest(served: Served, prompt: list[int], requested: int | None, limit: int) -> int:
+    """Maximum number of tokens of the answer."""
     try:
         room = room_after(served.model, prompt)
     except UserError as error:
         raise BadRequest(400, f"the prompt {_problem(error)}", "prompt", "context_length_exceeded") from None
-    if wanted is None:
+    if requested is None:
         return limit if room is None else min(limit, room)
-    if wanted > limit:
+    if requested > limit:
         raise BadRequest(400, f"max_tokens: this server gives at most {limit}", "max_tokens", "invalid_value")
-    if room is not None and wanted > room:
+    if room is not None and requested > room:
         message = (
-            f"the context is {served.context} tokens; the prompt has {len(prompt)} and {wanted} are asked for the "
+            f"the context is {served.context} tokens; the prompt has {len(prompt)} and {requested} are asked for the "
             f"answer: shorten the prompt or ask for {room} at most"
         )
         raise BadRequest(400, message, "max_tokens", "context_length_exceeded")
-    return wanted
+    return requested
 
 
-def _conversation(served: Served, asked: ChatRequest) -> list[int]:
+def _conversation(served: Served, request: ChatRequest) -> list[int]:
     if not served.tokenizer.chat_template:
         message = f"{served.name} has no chat template; use /v1/completions"
         raise BadRequest(400, message, "model", "no_chat_template")
-    tools = asked.tools if asked.tool_choice != "none" else None
+    tools = request.tools if request.tool_choice != "none" else None
     if tools and not served.takes_tools:
         raise BadRequest(400, f"tools: the chat template of {served.name} takes none", "tools", "unsupported_value")
-    messages = [message.plain() for message in asked.messages]
+    messages = [message.plain() for message in request.messages]
     try:
         return prompt_ids(served.tokenizer, messages, tools)
     except UserError as error:
@@ -76,9 +78,9 @@ def _text(served: Served, prompt: Any) -> list[int]:
             return text_ids(served.tokenizer, prompt)
         except (TypeError, ValueError) as error:
             raise BadRequest(400, f"prompt: is no text ({error})", "prompt", "invalid_value") from None
-    words = vocabulary_size(served.model)
-    if not all(0 <= token < words for token in prompt):
-        raise BadRequest(400, f"prompt: token ids go from 0 to {words - 1}", "prompt", "invalid_value")
+    vocabulary = vocabulary_size(served.model)
+    if not all(0 <= token < vocabulary for token in prompt):
+        raise BadRequest(400, f"prompt: token ids go from 0 to {vocabulary - 1}", "prompt", "invalid_value")
     return list(prompt)
 
 

@@ -1,7 +1,7 @@
-"""OpenAI's requests and answers, as far as this server goes with them.
+"""OpenAI's requests, as far as this server supports them.
 
-A field we do not know, or that would change the answer in a way we do not offer, is refused by name: an answer that
-silently ignores part of the question is worse than an error. Fields that only label a request are accepted.
+A field that is unknown, or that would change the answer in a way that is not supported, is rejected by name: a response
+that silently ignores part of the request is worse than an error. Fields that only label a request are accepted.
 """
 
 from __future__ import annotations
@@ -26,17 +26,20 @@ Whole = Annotated[int, Field(ge=1)]
 
 
 class BadRequest(Exception):
-    """A request that gets an error instead of an answer."""
+    """A request that is answered with an error."""
 
     def __init__(
         self, status: int, message: str, param: str | None = None, code: str | None = None, wait: int | None = None
     ) -> None:
         super().__init__(message)
         param = None if param is None else param.encode("utf-8", "replace").decode()
-        self.status, self.param, self.code, self.wait = status, param, code, wait
+        self.status = status
+        self.param = param
+        self.code = code
+        self.wait = wait
 
     def body(self) -> dict[str, Any]:
-        """The error as OpenAI writes it."""
+        """Returns the error in OpenAI's form."""
         kinds = {401: "authentication_error", 429: "rate_limit_error"}
         kind = kinds.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
         message = str(self).encode("utf-8", "replace").decode()  # it may quote half a character of the request
@@ -48,14 +51,14 @@ class _Strict(BaseModel):
 
 
 class TextPart(_Strict):
-    """A part of a message; pictures and sound are not taken."""
+    """A text part of a message; images and audio are not supported."""
 
     type: Literal["text"]
     text: str
 
 
 class ChatMessage(_Strict):
-    """A message; what belongs to tools is for the chat template."""
+    """A message; tool fields are passed to the chat template."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[TextPart] | None = Field(default=None, validate_default=True)
@@ -66,13 +69,13 @@ class ChatMessage(_Strict):
 
     @field_validator("content")
     @classmethod
-    def _said(cls, content: Any, info: ValidationInfo) -> Any:
+    def _check_content(cls, content: Any, info: ValidationInfo) -> Any:
         if content is None and info.data.get("role") not in ("assistant", None):  # an assistant may call tools instead
             raise PydanticCustomError("missing", "Field required")
         return content
 
     def plain(self) -> Message:
-        """The message as chat templates know it; `developer` is OpenAI's newer word for `system`."""
+        """Returns the message for chat templates; `developer` is OpenAI's newer name for `system`."""
         content = self.content
         if isinstance(content, list):
             content = "".join(part.text for part in content)
@@ -89,7 +92,7 @@ class StreamOptions(_Strict):
 
 
 class ResponseFormat(_Strict):
-    """Text only."""
+    """Only text is supported."""
 
     type: Literal["text"]
 
@@ -118,7 +121,7 @@ class _Request(_Strict):
 
     @property
     def wanted(self) -> int | None:
-        """The longest answer that was asked for."""
+        """The requested maximum length of the answer."""
         return self.max_tokens
 
     @property
@@ -127,7 +130,7 @@ class _Request(_Strict):
         return self.stream_options is not None and self.stream_options.include_usage
 
     def sampling(self, max_tokens: int, choice: int) -> Sampling:
-        """How the tokens of one of the `n` answers are picked; OpenAI's default temperature is 1."""
+        """Returns the sampling settings of one of the `n` answers; OpenAI's default temperature is 1."""
         return Sampling(
             max_tokens=max_tokens,
             temperature=1.0 if self.temperature is None else self.temperature,
@@ -138,7 +141,7 @@ class _Request(_Strict):
 
 
 class ChatRequest(_Request):
-    """`/v1/chat/completions`."""
+    """Body of `/v1/chat/completions`."""
 
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
     max_completion_tokens: Whole | None = None
@@ -155,17 +158,17 @@ class ChatRequest(_Request):
 
     @property
     def wanted(self) -> int | None:
-        """The newer name goes first."""
+        """The requested maximum length; the newer field takes precedence."""
         return self.max_completion_tokens or self.max_tokens
 
     @property
     def scores(self) -> int | None:
-        """How many of the likeliest tokens are wanted with each token; None for no scores."""
+        """Number of top log-probabilities to return with each token; None for none."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
 class TextRequest(_Request):
-    """`/v1/completions`."""
+    """Body of `/v1/completions`."""
 
     prompt: str | list[str] | list[int] | list[list[int]]
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
@@ -175,7 +178,7 @@ class TextRequest(_Request):
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        """Each prompt, text or token ids."""
+        """The prompts, each text or token ids."""
         if isinstance(self.prompt, str):
             return [self.prompt]
         if self.prompt and isinstance(self.prompt[0], int):
@@ -184,7 +187,7 @@ class TextRequest(_Request):
 
     @property
     def scores(self) -> int | None:
-        """As for chats."""
+        """Number of top log-probabilities to return with each token; None for none."""
         return self.logprobs
 
 
@@ -192,22 +195,22 @@ Request = TypeVar("Request", ChatRequest, TextRequest)
 
 
 def parse(kind: type[Request], body: Any) -> Request:
-    """A request from its JSON; `BadRequest` names the first field that is wrong."""
+    """Returns a request from its JSON; raises BadRequest with the first invalid field."""
     if not isinstance(body, dict):
         raise BadRequest(400, "the body is to be a JSON object")
     try:
         return kind.model_validate(body)
     except ValidationError as error:
-        found = error.errors(include_url=False, include_context=False, include_input=False)
+        errors = error.errors(include_url=False, include_context=False, include_input=False)
         # Where a field takes several kinds of values, the complaint that goes deepest is about the kind that was meant.
-        same = [one for one in found if one["loc"][:1] == found[0]["loc"][:1]]
-        first = max(same, key=lambda one: len(one["loc"]))
-        param = ".".join(str(part) for part in first["loc"] if _is_place(part))
+        same_field = [entry for entry in errors if entry["loc"][:1] == errors[0]["loc"][:1]]
+        first = max(same_field, key=lambda entry: len(entry["loc"]))
+        param = ".".join(str(part) for part in first["loc"] if _is_field(part))
         if first["type"] == "extra_forbidden":
             raise BadRequest(400, f"unknown field: {param}", param, "unknown_parameter") from None
         raise BadRequest(400, f"{param}: {first['msg']}", param, "invalid_value") from None
 
 
-def _is_place(part: int | str) -> bool:
-    """Whether a part of an error's path is a field or an index, and not the branch of a union."""
+def _is_field(part: int | str) -> bool:
+    """Whether a part of an error's path is a field or an index, not the branch of a union."""
     return isinstance(part, int) or (part.isidentifier() and part not in ("str", "int", "float", "bool", "none"))

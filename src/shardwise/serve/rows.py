@@ -1,6 +1,6 @@
-"""One answer under way: what was asked, the text so far, and what its client is told.
+"""One answer in progress: its request, the text so far, and the events sent to its client.
 
-The engine calls from its own thread; `emit` hands each event over to whoever waits for it.
+The engine calls from its own thread; `emit` hands each event to whoever waits for it.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ class Ask:
 
     @property
     def need(self) -> int:
-        """Tokens of context it may come to."""
+        """Maximum length of prompt and answer in tokens."""
         return len(self.prompt) + self.sampling.max_tokens
 
 
 @dataclass(frozen=True)
 class TextPiece:
-    """Text that can be shown, with the scored tokens it came from where they were asked for."""
+    """Text that can be shown, with its scored tokens if they were requested."""
 
     text: str
     scored: tuple[Scored, ...] = ()
@@ -41,7 +41,7 @@ class TextPiece:
 
 @dataclass(frozen=True)
 class AnswerEnded:
-    """The answer is whole."""
+    """The answer is complete."""
 
     reason: Literal["stop", "length"]
     tokens: int
@@ -49,7 +49,7 @@ class AnswerEnded:
 
 @dataclass(frozen=True)
 class Failed:
-    """The answer will not come, or not to its end."""
+    """The answer failed, before its start or on the way."""
 
     status: int
     message: str
@@ -60,27 +60,27 @@ Event = TextPiece | AnswerEnded | Failed
 
 @dataclass
 class StopText:
-    """Cuts a text at the first of some strings, and holds back what may be the beginning of one."""
+    """Cuts a text at the first stop string, and holds back what may be the beginning of one."""
 
     stops: tuple[str, ...]
     held: str = ""
     hit: bool = False
 
     def pass_on(self, text: str, final: bool = False) -> str:
-        """What of the text so far can be shown by now."""
+        """Returns what of the text so far can be shown."""
         self.held += text
-        found = [at for stop in self.stops if (at := self.held.find(stop)) >= 0]
-        if found:
+        positions = [at for stop in self.stops if (at := self.held.find(stop)) >= 0]
+        if positions:
             self.hit = True
-            keep = len(self.held) - min(found)
+            held_back = len(self.held) - min(positions)
         else:
-            keep = 0 if final else self._beginning()
-        shown = self.held[: len(self.held) - keep]
-        self.held = "" if self.hit else self.held[len(shown) :]
-        return shown
+            held_back = 0 if final else self._beginning()
+        visible = self.held[: len(self.held) - held_back]
+        self.held = "" if self.hit else self.held[len(visible) :]
+        return visible
 
     def _beginning(self) -> int:
-        """Length of the longest end of the text that a stop string begins with."""
+        """Length of the longest suffix of the text that is a prefix of a stop string."""
         longest = max((len(stop) - 1 for stop in self.stops), default=0)
         sizes = range(min(longest, len(self.held)), 0, -1)
         return next((size for size in sizes if any(stop.startswith(self.held[-size:]) for stop in self.stops)), 0)
@@ -88,7 +88,7 @@ class StopText:
 
 @dataclass(eq=False)
 class AnswerRow:
-    """The state of one answer."""
+    """State of one answer."""
 
     ask: Ask
     emit: Callable[[Event], None]
@@ -106,11 +106,11 @@ class AnswerRow:
 
     @property
     def seen(self) -> list[int]:
-        """Prompt and answer so far."""
+        """Token ids of prompt and answer so far."""
         return self.ask.prompt + self.pieces.ids
 
     def take(self, token: int, scored: Scored | None) -> None:
-        """Goes on by a token; the row may be over then."""
+        """Appends a token, which may finish the row."""
         if scored is not None and token not in self.pieces.stops:
             self._scored.append(scored)
         self.pieces.add(token)
@@ -121,13 +121,13 @@ class AnswerRow:
             self._finish("length")
 
     def fail(self, status: int, message: str) -> None:
-        """Ends without an answer."""
+        """Ends the row with an error."""
         if not self.over:
             self.over = True
             self.emit(Failed(status, message))
 
     def late(self) -> bool:
-        """Whether its time is up."""
+        """Whether the row has timed out."""
         return time.monotonic() > self.deadline
 
     def _show(self, text: str) -> None:

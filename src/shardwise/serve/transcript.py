@@ -1,4 +1,4 @@
-"""Conversations on disk: lines of chat JSONL, the same form that `shardwise train` learns from."""
+"""Conversations on disk: lines of chat JSONL, the format that `shardwise train` reads."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Turns = list[tuple[str, str]]
 
 
 def append_chat_row(path: Path, messages: list[Message]) -> None:
-    """Appends a conversation to a chat JSONL file, new or existing; any other file is refused untouched."""
+    """Appends a conversation to a chat JSONL file, new or existing; any other file is rejected unchanged."""
     row = json.dumps({"messages": messages}, ensure_ascii=False).encode() + b"\n"
     try:
         if path.exists():
@@ -41,10 +41,10 @@ def _holds_chat_rows(path: Path) -> bool:
 
 
 def read_chat_row(path: Path) -> tuple[str | None, Turns]:
-    """System message and turns of the last conversation in a chat JSONL file."""
+    """Returns system message and turns of the last conversation in a chat JSONL file."""
     try:
         lines = [line for line in path.read_bytes().splitlines() if line.strip()]
-        messages = [(one["role"], one["content"]) for one in json.loads(lines[-1])["messages"]]
+        messages = [(message["role"], message["content"]) for message in json.loads(lines[-1])["messages"]]
     except OSError as error:
         raise UserError("/load", str(path), error.strerror or str(error), "name a file that /save wrote") from None
     except (ValueError, LookupError, TypeError):

@@ -1,7 +1,7 @@
-"""vLLM as the engine behind the same command, where it is installed and there is a GPU for it.
+"""Uses vLLM as the engine of `shardwise serve`, if it is installed and there is a GPU for it.
 
-Its own server speaks the same protocol, so this process is replaced by it. What it has no setting for (a rate, several
-models, checkpoints that were not exported) stays with our engine; asked for by name, such a request is refused.
+Its server has the same API, so this process is replaced by it. What it does not support (a rate limit, several models,
+checkpoints that were not exported) stays with our engine; with `--engine vllm` such a request is rejected.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def wanted(options: ServeOptions, places: dict[str, str]) -> bool:
-    """Whether vLLM is to do the work."""
+    """Whether to use vLLM."""
     if options.engine not in ("auto", "vllm", "transformers"):
         raise UserError("--engine", options.engine, "is not known", "use auto, vllm or transformers")
     if options.engine == "transformers":
@@ -32,21 +32,21 @@ def wanted(options: ServeOptions, places: dict[str, str]) -> bool:
 
 
 def _unfit(options: ServeOptions, places: dict[str, str]) -> tuple[str, str] | None:
-    """Why vLLM cannot do it, and what to do instead."""
+    """Why vLLM cannot be used, and what to do instead."""
     import torch
 
     if importlib.util.find_spec("vllm") is None:
         return "vLLM is not installed", "pip install vllm, or use --engine transformers"
     if not torch.cuda.is_available():
         return "needs a GPU", "use --engine transformers"
-    asked = {
+    unsupported = {
         "several models": len(places) > 1,
         "--rate": options.rate is not None,
         "--log-prompts": options.log_prompts,
     }
-    for what, is_set in asked.items():
+    for option, is_set in unsupported.items():
         if is_set:
-            return f"does not offer {what} here", "leave it out, or use --engine transformers"
+            return f"does not offer {option} here", "leave it out, or use --engine transformers"
     if _folder(*places.values()) is None:
         return "needs a Hugging Face folder", "run shardwise export first, or use --engine transformers"
     return None
@@ -59,7 +59,7 @@ def _folder(place: str) -> Path | None:
 
 
 def command_line(options: ServeOptions, places: dict[str, str]) -> list[str]:
-    """The same server in vLLM's words."""
+    """Returns the command line of vLLM's server with the same options."""
     (name, place), = places.items()  # fmt: skip
     longest = json.dumps({"max_new_tokens": options.max_tokens})
     return [
@@ -70,7 +70,7 @@ def command_line(options: ServeOptions, places: dict[str, str]) -> list[str]:
 
 
 def run(options: ServeOptions, places: dict[str, str], key: str | None) -> None:
-    """Becomes vLLM's server, after the check that ours makes too: the tokenizer is the one of the training."""
+    """Replaces this process with vLLM's server, after checking that the tokenizer is the one trained with."""
     from transformers import AutoTokenizer
 
     from shardwise.data.fingerprint import check_fingerprint

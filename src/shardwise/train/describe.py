@@ -16,6 +16,7 @@ from rich.text import Text
 from shardwise.checkpoint.folders import step_folder
 from shardwise.config.combinations import remarks
 from shardwise.config.paths import flatten
+from shardwise.config.renamed import read_saved
 from shardwise.config.units import human
 from shardwise.data.epochs import stream_in_words
 from shardwise.distributed.mesh import MeshLayout, layout_of
@@ -73,7 +74,7 @@ def _aim(job: ResolvedRun) -> str | None:
             return "write targets from sources"
         case "masked":
             whole = ", whole words together" if objective.whole_words else ""
-            return f"fill in masked tokens, {objective.share:.0%} of all{whole}"
+            return f"fill in masked tokens, {objective.mlm_probability:.0%} of all{whole}"
         case "classify":
             labels = objective.labels
             return f"tell {len(labels)} classes apart: {', '.join(labels[:12])}{' …' if len(labels) > 12 else ''}"
@@ -134,7 +135,8 @@ def print_plan(job: ResolvedRun, console: Console | None = None) -> None:
         table.add_row(name, escape(f"{what}{held}{'; ' * bool(more)}{more}"))
     table.add_row(
         "rate",
-        f"{run.train.learning_rate:g} {_named(run.train.schedule)}, {run.train.optimizer}, clip {run.train.clip}",
+        f"{run.train.learning_rate:g} {_named(run.train.schedule)}, {run.train.optimizer}, "
+        f"max_grad_norm {run.train.max_grad_norm}",
     )
     table.add_row("output", str(job.output))
     (console or Console()).print(table)
@@ -149,9 +151,8 @@ def _pipeline(run: Run, stages: int, micros: int) -> str:
     schedule = schedule_of(run.parallel)
     idle = bubble(simulate(schedule, stages, micros, lambda a: 2.0 if a.kind == "backward" else 1.0), stages)
     advice = "; a smaller micro_batch_size or a larger batch_size makes it less" if idle > 0.25 else ""
-    return (
-        f"{run.parallel.schedule}, {micros} micro-batches through {stages} stages: {idle:.0%} of the time idle{advice}"
-    )
+    order = run.parallel.pipeline_schedule
+    return f"{order}, {micros} micro-batches through {stages} stages: {idle:.0%} of the time idle{advice}"
 
 
 def _epochs(job: ResolvedRun) -> str:
@@ -243,6 +244,8 @@ def print_config(result: Resolution, loaded: LoadedRun) -> None:
     still_open = [p for p, v in flatten(result.run.model_dump(mode="json")) if p == "train.steps" and v is None]
     if still_open:
         console.print("train.steps follows from train.epochs once the data are read", style="dim")
+    for note in loaded.notes:
+        console.print(note, style="dim", highlight=False)
     for remark in remarks(result.run):
         console.print(f"{remark.field}: {remark.problem}\n  → {remark.remedy}", style="dim", highlight=False)
 
@@ -253,7 +256,7 @@ def _named(schedule: Any) -> str:
 
 def changed_settings(checkpoint: Path, run: Run) -> list[str]:
     """What differs from the run that wrote a checkpoint, apart from where it runs and writes."""
-    before = dict(flatten(json.loads((checkpoint / "run.json").read_text())))
+    before = dict(flatten(read_saved(checkpoint / "run.json")))
     now = dict(flatten(run.model_dump(mode="json")))
     own = ("output", "resume", "ranks", "device", "backend", "log.", "timeout", "export.", "checkpoint.")
     return [

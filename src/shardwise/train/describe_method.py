@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from shardwise.config.renamed import read_saved
 from shardwise.config.schema import Run
 from shardwise.core.errors import UserError
 from shardwise.nn.adapters.apply import Adapted
@@ -35,7 +35,7 @@ def _named(adapted: Adapted, run: Run) -> str:
     plan = adapted.plan
     if plan is None:
         return f"full, but for what freeze names ({adapted.frozen:,} parameters)"
-    whole = f", {', '.join(plan.whole)} whole" if plan.whole else ""
+    whole = f", {', '.join(plan.fully_trained)} whole" if plan.fully_trained else ""
     before = getattr(run.method, "adapter", None)
     onward = f", going on from {before}" if before else ""
     base = f" over a base in {run.method.bits}" if hasattr(run.method, "bits") else ""
@@ -55,7 +55,7 @@ def _ranks(plan: AdapterPlan) -> str:
 
 def check_same_method(folder: Path, run: Run) -> None:
     """A checkpoint holds what its method trains: for another method something would be missing, or left unread."""
-    saved = json.loads((folder / "run.json").read_text())
+    saved = read_saved(folder / "run.json")
     before, now = saved.get("method", {"type": "full"}), run.method.model_dump(mode="json")
     ignored = ("dropout", "adapter")
     differs = [k for k in now if k not in ignored and before.get(k) != now[k]]

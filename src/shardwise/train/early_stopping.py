@@ -37,15 +37,15 @@ def better(value: float, best: float | None, more: bool, least: float = 0.0) -> 
 
 
 class EarlyStopping:
-    """Follows evaluations: `checkpoint.best` and `train.stop_early`."""
+    """Follows evaluations: `checkpoint.best` and `train.early_stopping`."""
 
     def __init__(
         self, run: Run, position: Position, root: Path, sources: Sequence[str], figures: Sequence[str]
     ) -> None:
-        self._best, self._stop, self._position = run.checkpoint.best, run.train.stop_early, position
+        self._best, self._stop, self._position = run.checkpoint.best, run.train.early_stopping, position
         self._known = [*ALIAS, *ALWAYS, *figures, *(f"losses.{name}" for name in sources if len(sources) > 1)]
         if sources:
-            for field, metric in (("checkpoint.best", self._best), ("train.stop_early.metric", self._stop)):
+            for field, metric in (("checkpoint.best", self._best), ("train.early_stopping.metric", self._stop)):
                 self._check(field, metric)
         there = position.best_step is not None and step_folder(root, position.best_step).is_dir()
         if position.best_metric != self._best.metric or not there:  # another figure, or another output folder

@@ -1,19 +1,21 @@
 """For people with a loop of their own: `initialize` puts a model and an optimizer on the mesh and hands back an engine.
 
-    engine = shardwise.initialize(model, config={"parallel": {"zero": 3}, "precision": "bf16", "accumulate": 4})
+    engine = shardwise.initialize(model, config={"parallel": {"zero": 3}, "precision": "bf16"})
     for batch in data:
         loss = engine(**batch).loss
         engine.backward(loss)
         engine.step()
 
-Every call of `backward` is one micro-batch; every `accumulate`-th call of `step` updates the parameters. The engine
-uses the same sharding, clipping, loss scaling and checkpoints as `shardwise train`.
+Every call of `backward` is one micro-batch; every `gradient_accumulation_steps`-th call of `step` updates the
+parameters. The engine uses the same sharding, clipping, loss scaling and checkpoints as `shardwise train`.
 """
 
 from __future__ import annotations
 
+import copy
 import difflib
 import os
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -27,13 +29,14 @@ from shardwise.checkpoint.store import CheckpointStore, check_whole, choose_chec
 from shardwise.config.axes import shard_size
 from shardwise.config.combinations import axes_used, first_clash
 from shardwise.config.explain import wanted
+from shardwise.config.renamed import RENAMED, rename
 from shardwise.config.resolve import check_secondary
-from shardwise.config.schema import LossScale, Offload, Parallel
+from shardwise.config.schema import Data, LossScale, Model, Offload, Parallel, Run, Source
 from shardwise.config.section import Section
 from shardwise.config.units import Duration, Number, Whole
 from shardwise.core.errors import UserError
 from shardwise.distributed.mesh import World, join_world, layout_of
-from shardwise.nn.models.build import find_blocks, materialise
+from shardwise.nn.models.build import materialise
 from shardwise.nn.models.weights import fill_local
 from shardwise.observe.breakdown import timer_for
 from shardwise.optim.build import decay_groups
@@ -42,14 +45,13 @@ from shardwise.parallel.offload.checkpoint_entries import masters
 from shardwise.parallel.offload.disk import DiskFolder
 from shardwise.parallel.offload.optimizer import OffloadedOptimizer
 from shardwise.parallel.offload.policy import offload_given, offloaded_share, splits_masters, store_in_bf16
-from shardwise.parallel.zero.overlap import given, install_overlap
-from shardwise.parallel.zero.plusplus import install_collectives
-from shardwise.parallel.zero.stages import ShardedModel, shard_model
+from shardwise.parallel.parallelize import parallelize
 from shardwise.parallel.zero.timed_collectives import watch_collectives
 from shardwise.parallel.zero.update import Update
 from shardwise.train.state import prime_optimizer, tensors_of
 
 Fill = Callable[[nn.Module], None]
+RENAMED_HERE = RENAMED | {"accumulate": "gradient_accumulation_steps", "clip": "max_grad_norm"}
 
 
 class EngineConfig(Section):
@@ -58,8 +60,8 @@ class EngineConfig(Section):
     parallel: Parallel = Parallel()
     precision: Literal["bf16", "fp16", "fp32"] = "fp32"
     loss_scale: LossScale = Field(LossScale(), description="loss scaling; for precision: fp16 alone")
-    accumulate: Whole = Field(1, ge=1, description="micro-batches per update")
-    clip: Annotated[Number, Field(gt=0)] | None = 1.0
+    gradient_accumulation_steps: Whole = Field(1, ge=1, description="micro-batches per update")
+    max_grad_norm: Annotated[Number, Field(gt=0)] | None = 1.0
     learning_rate: Number = Field(
         2e-5, gt=0, description="for the default AdamW; ignored with an optimizer of your own"
     )
@@ -67,6 +69,11 @@ class EngineConfig(Section):
     timeout: Duration = Field(600.0, gt=0, description="longest wait for another rank")
     offload: Offload = Field(Offload(), description="what is kept off the device; AdamW alone can be")
     breakdown: bool = Field(False, description="measure where the time goes and what moves; see engine.breakdown()")
+
+    def as_run(self) -> Run:
+        """What `parallelize` takes: these settings as a run's, without a model and data of its own."""
+        settings = {name: getattr(self, name) for name in ("parallel", "precision", "offload", "timeout")}
+        return Run(model=Model(name="given"), data=Data(train=(Source(path="given"),)), **settings)
 
 
 class Engine:
@@ -85,17 +92,13 @@ class Engine:
                 values = {n: p.detach() for n, p in model.named_parameters()}
                 store_in_bf16(model)
         self.timer = timer_for(world.device, config.breakdown, config.breakdown)
-        sending = given(config.parallel)
-        shard_model(
-            model, find_blocks(model), world.mesh, config.parallel.zero, config.precision, sending.bucket,
-            reduce=config.parallel.reduce,
-        )  # fmt: skip
-        if fill is not None:
-            materialise(model, world.device)
-            fill(model)
-        self.sharded = ShardedModel(model, config.parallel.zero, world.mesh)
-        install_collectives(self.sharded, config.parallel, world, config.timeout)
-        install_overlap(self.sharded, sending.prefetch, not config.parallel.quantize_gradients, self.timer.on)
+
+        def give_values(model: nn.Module, device: torch.device) -> None:
+            if fill is not None:
+                materialise(model, device)
+                fill(model)
+
+        self.sharded, _ = parallelize(model, config.as_run(), world, timer=self.timer, materialise=give_values)
         self.module = model
         self.optimizer = _rebuilt(optimizer, before, self.sharded.parameters, config)
         if config.offload.optimizer != "none":
@@ -103,10 +106,10 @@ class Engine:
             values = {}
         self.scaler = LossScaler(world.device.type, config.loss_scale, enabled=config.precision == "fp16")
         # A user may accumulate more than was said (set_gradient_accumulation_boundary), so gradients are kept in fp32.
-        eager = offloaded_share(config.offload, config.precision, config.clip)
-        self._update = Update(self.sharded, self.optimizer, self.scaler, config.clip, eager)
+        eager = offloaded_share(config.offload, config.precision, config.max_grad_norm)
+        self._update = Update(self.sharded, self.optimizer, self.scaler, config.max_grad_norm, eager)
         self.updates, self._micro, self._inside, self._told = 0, 0, False, 0
-        self.accumulate = config.accumulate
+        self.accumulate = config.gradient_accumulation_steps
         self.boundary: bool | None = None  # True or False: the user's own word on whether `step` updates
         self.grad_norm: torch.Tensor | None = None
         watch_collectives(model, self.timer)
@@ -146,7 +149,7 @@ class Engine:
         self._inside = True
 
     def step(self) -> bool:
-        """After each `backward`: updates on every `accumulate`-th call, and says whether it did."""
+        """After each `backward`: updates on every `gradient_accumulation_steps`-th call, and says whether it did."""
         if not self._inside:
             raise RuntimeError("engine.step() needs engine.backward(loss) before it")
         last = self.is_last_micro_batch
@@ -225,9 +228,9 @@ def initialize(
     checked = config if isinstance(config, EngineConfig) else _check({} if config is None else config)
     cuda = torch.cuda.is_available() and next(model.parameters()).device.type in ("cuda", "cpu", "meta")
     ranks = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", 1))
-    shard = shard_size(checked.parallel.zero, checked.parallel.shard, ranks)
+    shard = shard_size(checked.parallel.zero, checked.parallel.dp_shard_size, ranks)
     if ranks % shard:
-        raise UserError("parallel.shard", shard, f"does not divide the {ranks} ranks", "use a divisor of it")
+        raise UserError("parallel.dp_shard_size", shard, f"does not divide the {ranks} ranks", "use a divisor of it")
     if checked.parallel.beyond_data:
         problem = "in your own loop the model is divided by ZeRO alone"
         raise UserError(
@@ -271,6 +274,9 @@ def _check(values: dict[str, Any]) -> EngineConfig:
     if not isinstance(values, dict):
         problem = f"is a {type(values).__name__}, not a dictionary"
         raise UserError("config", values, problem, 'pass e.g. {"parallel": {"zero": 3}}')
+    values = copy.deepcopy(values)
+    for note in rename(values, table=RENAMED_HERE):
+        warnings.warn(f"shardwise.initialize: {note}", FutureWarning, stacklevel=3)
     try:
         return EngineConfig.model_validate(values)
     except ValidationError as error:

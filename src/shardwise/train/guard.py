@@ -151,12 +151,13 @@ class LossGuard:
 
     def _count(self, why: str) -> RunFailed | None:
         self._spent += 1
-        if self._spent <= self._settings.most:
+        if self._spent <= self._settings.max_recoveries:
             return None
         return RunFailed(
-            f"{why}, after {self._settings.most} others were skipped or gone back from (guard.most)\n"
-            f"  → lower train.learning_rate, look at the data named in {FILE}, or raise guard.most; what is in that "
-            "file stays left out and counted (resume=never begins anew)"
+            f"{why}, after {self._settings.max_recoveries} others were skipped or gone back from "
+            "(guard.max_recoveries)\n"
+            f"  → lower train.learning_rate, look at the data named in {FILE}, or raise guard.max_recoveries; what "
+            "is in that file stays left out and counted (resume=never begins anew)"
         )
 
     def _note(self, step: int, why: str, did: str, until: int) -> None:

@@ -7,20 +7,26 @@ from typing import Any
 
 
 class NoSync:
-    """A run that meets nobody."""
+    """A run that trains without other workers."""
 
     notes: tuple[str, ...] = ()
 
     def due(self, step: int, last: bool) -> bool:
-        """Never."""
+        """Whether this step ends with a synchronisation: never."""
         return False
 
     def meet(self, last: bool, stopping: Callable[[], bool], tell: Callable[[str], None]) -> dict[str, Any]:
-        """Never asked for."""
-        raise AssertionError("nobody to meet")
+        """Synchronises; never called here."""
+        raise AssertionError("there are no other workers")
 
     def __enter__(self) -> NoSync:
         return self
 
     def __exit__(self, kind: object, *error: object) -> None:
         pass
+
+
+def no_sync(state: Any) -> NoSync:
+    """For runs that are not one of several workers; who hands nothing else to the loop cannot run those."""
+    assert state.job.run.diloco is None, "a DiLoCo run needs diloco.worker.join_others"
+    return NoSync()

@@ -16,7 +16,7 @@ import torch
 from shardwise.observe.breakdown import breakdown_line
 from shardwise.observe.memory import MemoryWatch
 from shardwise.observe.metrics import MetricsFile
-from shardwise.observe.pace import told
+from shardwise.observe.pace import describe_slow_rank
 from shardwise.observe.progress import Progress
 from shardwise.observe.ranks import HostFigures, RankFile, host_file
 from shardwise.observe.tables import Tables
@@ -33,26 +33,26 @@ BREAKDOWN_INTERVAL = 1.0  # seconds between breakdowns on the terminal: a fast r
 class TrainReport:
     """On the main rank: the live line and metrics.jsonl. On each its own figures; on a host's first the host's."""
 
-    def __init__(self, parts: TrainState, total: int) -> None:
-        run, self._active, self._scaler = parts.job.run, parts.world.is_main, parts.scaler
-        self._looked, self._large = False, parts.job.parameters >= LARGE
-        world, logs = parts.world, logs_of(parts.job.output)
+    def __init__(self, state: TrainState, total: int) -> None:
+        run, self._active, self._scaler = state.job.run, state.world.is_main, state.scaler
+        self._looked, self._large = False, state.job.parameters >= LARGE
+        world, logs = state.world, logs_of(state.job.output)
         self._own = RankFile(logs, world.rank, world.size, _device_name(world.device))
         self._host: AbstractContextManager[Any] = nullcontext()
         if world.local_rank == 0:
-            self._host = HostFigures(host_file(logs, world.rank), parts.job.output)
+            self._host = HostFigures(host_file(logs, world.rank), state.job.output)
         if self._active:
             tables = Tables(Path(run.log.csv).expanduser()) if run.log.csv else None
-            self._file = MetricsFile(parts.job.output / "metrics.jsonl", tables)
-            self._file.truncate_after(parts.position.step)
-            for record in parts.damaged:
+            self._file = MetricsFile(state.job.output / "metrics.jsonl", tables)
+            self._file.truncate_after(state.position.step)
+            for record in state.damaged:
                 self._file.append(record)
-            self._progress = Progress(total, parts.position.step, run.log.refresh)
+            self._progress = Progress(total, state.position.step, run.log.refresh)
             self._trackers = Trackers(
-                openers_of(run.log.trackers), parts.job.output, run.model_dump(mode="json"), parts.position.step
+                openers_of(run.log.trackers), state.job.output, run.model_dump(mode="json"), state.position.step
             )
-            self._timer, self._told_at = parts.timer, -math.inf
-            device = parts.world.device
+            self._timer, self._told_at = state.timer, -math.inf
+            device = state.world.device
             cuda = device.type == "cuda"
             self._memory = MemoryWatch(torch.cuda.get_device_properties(device).total_memory if cuda else 0)
 
@@ -94,10 +94,10 @@ class TrainReport:
                 self._progress.note(f"step {record['step']}  {breakdown_line(record['breakdown'])}")
         self.noted(self._trackers.troubles() if self._active else [])
 
-    def first_gradients(self, parts: TrainState) -> None:
+    def first_gradients(self, state: TrainState) -> None:
         """Once: says what is to be trained but has no gradient, which would stay as it is in silence."""
         if self._active and not self._looked:
-            if idle := without_gradient(parts.sharded, parts.update):
+            if idle := without_gradient(state.sharded, state.update):
                 self._progress.note(idle)
             self._looked = True
 
@@ -124,7 +124,7 @@ class TrainReport:
         """Ranks that were found to keep the others waiting."""
         for record in records if self._active else []:
             self._file.append(record)
-            self._progress.note(told(record))
+            self._progress.note(describe_slow_rank(record))
 
     def ending(self, words: str) -> None:
         """What is still to do after the last step, where that takes more than a moment."""

@@ -26,6 +26,7 @@ from shardwise.parallel.offload.optimizer import OffloadedOptimizer
 from shardwise.parallel.zero.stages import ShardedModel
 
 if TYPE_CHECKING:
+    from shardwise.data.loader import StepBatch
     from shardwise.resolved_run import ResolvedRun
 
 
@@ -47,6 +48,13 @@ class Position:
     scaler: dict[str, Any] = field(default_factory=dict)
     apart: dict[str, int] = field(default_factory=dict)  # round of the last meeting, and learned tokens up to it
     fp32: list[str] = field(default_factory=list)  # tensors, as patterns, that exports keep in fp32
+
+    def advance(self, batch: StepBatch) -> None:
+        """After a step over a batch."""
+        self.step += 1
+        self.sequences += batch.sequences
+        self.tokens += batch.tokens
+        self.supervised += batch.supervised
 
     def to_json(self, fingerprint: str) -> dict[str, Any]:
         """For trainer.json."""

@@ -1,1 +1,1 @@
-"""`shardwise watch`: what runs write, read as it grows and shown in a browser, a terminal, or one page to pass on."""
+"""`shardwise watch`: follows the files of runs and shows them in a browser, a terminal, or one self-contained page."""

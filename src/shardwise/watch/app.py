@@ -1,8 +1,9 @@
-"""The HTTP side of `shardwise watch`: who may look, what may be asked, and how it goes out.
+"""HTTP server of `shardwise watch`: access control, request validation and responses.
 
-It only ever reads. Requests name runs by ids that the finder gave out and ranks by numbers that have files; no part of
-a request becomes a path. What runs have written (names, logs, samples) leaves as JSON or plain text, and the page puts
-it in as text, so that none of it is ever HTML; the policy in the headers would stop what slipped through.
+It is read-only. Requests name runs by ids assigned by the finder and ranks by numbers that have files; no part of a
+request becomes a path. What runs have written (names, logs, samples) is sent as JSON or plain text, and the page
+inserts it as text, so that none of it is ever HTML; the content security policy would stop anything that slipped
+through.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ HEADERS = {
 
 @dataclass(frozen=True)
 class Door:
-    """Who may look: with the token whoever has it, without one those on this machine."""
+    """Access control: anyone with the token, or without one only this machine."""
 
     token: str | None = None
     local_only: bool = True
@@ -54,7 +55,7 @@ class Door:
 
 
 class PageRefused(Exception):
-    """An answer other than what was asked for."""
+    """An HTTP error response."""
 
     def __init__(self, status: int, words: str) -> None:
         self.status, self.words = status, words
@@ -62,13 +63,13 @@ class PageRefused(Exception):
 
 
 class Pages:
-    """The routes."""
+    """Routes of the dashboard."""
 
     def __init__(self, finder: Finder, door: Door) -> None:
         self._finder, self._door = finder, door
 
     def app(self) -> Starlette:
-        """The ASGI application."""
+        """Returns the ASGI application."""
         routes = {
             "/": self.page,
             "/static/{name:path}": self.static,
@@ -89,7 +90,7 @@ class Pages:
         )
 
     def page(self, request: Request) -> Response:
-        """The dashboard itself; a token in the address becomes a cookie, and leaves the address."""
+        """The dashboard itself; a token in the address becomes a cookie, and is removed from the address."""
         if self._door.token is not None and "token" in request.query_params:
             rest = [(key, value) for key, value in request.query_params.multi_items() if key != "token"]
             answer = RedirectResponse("/" + (f"?{urlencode(rest)}" if rest else ""), 303)
@@ -98,47 +99,47 @@ class Pages:
         return Response(page_file("index.html"), media_type="text/html")
 
     def static(self, request: Request) -> Response:
-        """Scripts and styles: these few, and nothing else."""
+        """Scripts and styles, from a fixed list."""
         name = request.path_params["name"]
         if name not in STATIC:
             raise PageRefused(404, "there is no such path")
         return Response(page_file(name), media_type=STATIC[name])
 
     def metrics(self, request: Request) -> Response:
-        """For Prometheus."""
+        """Metrics for Prometheus."""
         return PlainTextResponse(
             exposition(self._finder.runs()), headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"}
         )
 
     def runs(self, request: Request) -> Response:
-        """Every run in a line."""
+        """Overview of all runs."""
         return JSONResponse([run.overview() for run in self._finder.runs()])
 
     def compare(self, request: Request) -> Response:
-        """The settings in which some runs differ."""
-        asked = [key for key in request.query_params.get("runs", "").split(",") if key][:MOST_COMPARED]
-        return JSONResponse(differences([self._find(key) for key in asked]))
+        """Settings in which the given runs differ."""
+        keys = [key for key in request.query_params.get("runs", "").split(",") if key][:MOST_COMPARED]
+        return JSONResponse(differences([self._find(key) for key in keys]))
 
     def detail(self, request: Request) -> Response:
         """One run, without its curves."""
         return JSONResponse(self._run(request).detail())
 
     def series(self, request: Request) -> Response:
-        """The curves of one run: all, what is new, or of a range."""
-        asked = request.query_params
-        least, usual, most = POINTS
-        points = min(most, max(least, int(_number(asked.get("points"), usual))))
-        after = {kind: _number(asked.get(f"after_{kind}"), -math.inf) for kind in ("train", "eval")}
-        generation = int(_number(asked.get("generation"), -1))
-        first, last = _number(asked.get("first"), -math.inf), _number(asked.get("last"), math.inf)
+        """Curves of one run: all, new points, or a range."""
+        query = request.query_params
+        least, usual, limit = POINTS
+        points = min(limit, max(least, int(_number(query.get("points"), usual))))
+        after = {kind: _number(query.get(f"after_{kind}"), -math.inf) for kind in ("train", "eval")}
+        generation = int(_number(query.get("generation"), -1))
+        first, last = _number(query.get("first"), -math.inf), _number(query.get("last"), math.inf)
         return JSONResponse(self._run(request).series(points, generation, after, first, last))
 
     def hosts(self, request: Request) -> Response:
-        """The hosts of one run, by time."""
+        """Host metrics of one run over time."""
         return JSONResponse(self._run(request).hosts(_number(request.query_params.get("after"), -math.inf)))
 
     def samples(self, request: Request) -> Response:
-        """What a run's model wrote."""
+        """Samples generated during training."""
         return JSONResponse(self._run(request).samples())
 
     def log(self, request: Request) -> Response:
@@ -158,7 +159,7 @@ class Pages:
         return run
 
     def _guard(self, handler: Callable[[Request], Response]) -> Callable[[Request], Any]:
-        """The handler behind the door, in a thread, its refusals as text and its headers strict."""
+        """Wraps a handler: access control, a worker thread, errors as text and strict headers."""
 
         async def guarded(request: Request) -> Response:
             try:
@@ -185,15 +186,16 @@ class Pages:
         if self._door.local_only and _host(request) not in LOOPBACK:
             raise PageRefused(403, "this server answers under the names of this machine only")
         if self._door.token is not None and not any(
-            hmac.compare_digest(given.encode(), self._door.token.encode()) for given in self._given(request)
+            hmac.compare_digest(credential.encode(), self._door.token.encode())
+            for credential in self._credentials(request)
         ):
             raise PageRefused(401, "the token is missing or wrong: open the address that the command printed")
 
-    def _given(self, request: Request) -> list[str]:
+    def _credentials(self, request: Request) -> list[str]:
         scheme, _, word = request.headers.get("authorization", "").partition(" ")
         bearer = word.strip() if scheme.lower() == "bearer" else ""
-        asked = request.query_params.get("token", "") if request.url.path == "/" else ""
-        return [request.cookies.get(self._door.cookie, ""), bearer, asked]
+        in_address = request.query_params.get("token", "") if request.url.path == "/" else ""
+        return [request.cookies.get(self._door.cookie, ""), bearer, in_address]
 
 
 def _number(text: str | None, otherwise: float) -> float:

@@ -1,7 +1,7 @@
-"""The figures of a run as columns of numbers, thinned to what a screen can show.
+"""Metrics of a run as columns of numbers, downsampled to what a screen can show.
 
-Thinning keeps the lowest and the highest value of each stretch, where the spikes are: a mean would hide the very step
-that one looks for. Zooming in asks for a narrower range, and so gets the detail.
+Downsampling keeps the minimum and maximum of each interval, where the spikes are: a mean would hide the very step that
+one looks for. Zooming in requests a narrower range, and so gets the detail.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Points = tuple[list[float], list[float | None]]
 
 @dataclass
 class Column:
-    """One figure: where it was told, and what it was."""
+    """One metric: positions and values."""
 
     at: array[float] = field(default_factory=lambda: array("d"))
     values: array[float] = field(default_factory=lambda: array("d"))
@@ -32,24 +32,25 @@ class Column:
     def part(
         self, points: int, after: float = -math.inf, first: float = -math.inf, last: float = math.inf
     ) -> Points | None:
-        """At most about so many points after `after` and from `first` to `last`; None where there are none."""
+        """At most about `points` points after `after` and from `first` to `last`; None if there are none."""
         at, values = np.array(self.at), np.array(self.values)
         begin = max(int(np.searchsorted(at, after, side="right")), int(np.searchsorted(at, first, side="left")))
         end = int(np.searchsorted(at, last, side="right"))
         if begin >= end:
             return None
-        at, values = at[begin:end], values[begin:end]
-        kept = thin(values, points)
-        return at[kept].tolist(), [round_off(value) for value in values[kept].tolist()]
+        at = at[begin:end]
+        values = values[begin:end]
+        indices = thin(values, points)
+        return at[indices].tolist(), [round_off(value) for value in values[indices].tolist()]
 
     def cut(self, at: float) -> None:
-        """Drops the points from there on."""
+        """Drops the points from a position on."""
         keep = int(np.searchsorted(np.array(self.at), at, side="left"))
         del self.at[keep:], self.values[keep:]
 
 
 def thin(values: np.ndarray[Any, np.dtype[np.float64]], points: int) -> np.ndarray[Any, np.dtype[np.intp]]:
-    """The indices to keep: all where they are few, else the first, the last and each stretch's extremes."""
+    """Indices to keep: all if they are few, else the first, the last and each interval's extremes."""
     count = len(values)
     if count <= points:
         return np.arange(count)
@@ -65,12 +66,12 @@ def thin(values: np.ndarray[Any, np.dtype[np.float64]], points: int) -> np.ndarr
 
 
 def round_off(value: float) -> float | None:
-    """Six digits, which is more than a screen shows; None for what is no number."""
+    """Rounds to six digits, more than a screen shows; None for NaN and infinities."""
     return float(f"{value:.6g}") if math.isfinite(value) else None
 
 
 class Columns:
-    """All figures of one file by kind and name; `generation` changes when points that were told are void."""
+    """All metrics of one file by kind and name; `generation` changes when points already served become invalid."""
 
     def __init__(self, generation: int = 0) -> None:
         self.kinds: dict[str, dict[str, Column]] = {}
@@ -79,12 +80,14 @@ class Columns:
         self._ends: dict[str, float] = {}
 
     def clear(self) -> None:
-        """Begins anew."""
-        self.kinds, self.latest, self._ends = {}, {}, {}
+        """Removes all points."""
+        self.kinds = {}
+        self.latest = {}
+        self._ends = {}
         self.generation += 1
 
     def add(self, record: dict[str, Any], axis: str = "step") -> None:
-        """Takes one record in; a step that was told before voids what came after it."""
+        """Adds one record; a repeated step invalidates what came after it."""
         kind, at = record.get("kind"), record.get(axis)
         if not isinstance(kind, str) or not isinstance(at, int | float) or not _is_number(at):
             return
@@ -108,7 +111,7 @@ class Columns:
                 _put(columns, name, at, math.nan)
 
     def end(self, kind: str) -> float | None:
-        """Where the last record of a kind stands."""
+        """Position of the last record of a kind."""
         return self._ends.get(kind)
 
 

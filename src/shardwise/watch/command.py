@@ -1,4 +1,4 @@
-"""`shardwise watch`: checks what can be checked; serves the dashboard, draws in the terminal, or writes one page."""
+"""`shardwise watch`: validates the options; serves the dashboard, draws in the terminal, or writes one page."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MOST_AT_ONCE = 64  # connections: a browser keeps six
 
 @dataclass(frozen=True)
 class WatchOptions:
-    """What the command line says."""
+    """Command-line options of `shardwise watch`."""
 
     folders: Sequence[Path]
     host: str = "127.0.0.1"
@@ -35,7 +35,7 @@ class WatchOptions:
 
 
 def watch(options: WatchOptions) -> None:
-    """Shows the runs until Ctrl-C, or writes the page and is done."""
+    """Shows the runs until Ctrl-C, or writes the page and returns."""
     finder = Finder(check_roots(options.folders))
     if options.html is not None:
         from shardwise.watch.snapshot import write_snapshot
@@ -58,7 +58,7 @@ def watch(options: WatchOptions) -> None:
 
 @contextlib.contextmanager
 def beside(output: Path, say: Callable[[str], None]) -> Iterator[None]:
-    """The dashboard of one run in a thread, on this machine alone, as long as the run goes on."""
+    """Serves the dashboard of one run in a thread, on this machine only, while the run lasts."""
     need_server()
     finder = Finder([output])
     with listen("127.0.0.1", None) as listener:
@@ -74,7 +74,7 @@ def beside(output: Path, say: Callable[[str], None]) -> Iterator[None]:
 
 
 def server(finder: Finder, listener: socket.socket, host: str, token: str | None) -> Any:
-    """The server over a socket that listens already."""
+    """The HTTP server on a socket that already listens."""
     import uvicorn
 
     from shardwise.core.network import is_loopback
@@ -82,7 +82,7 @@ def server(finder: Finder, listener: socket.socket, host: str, token: str | None
     from shardwise.watch.app import Door, Pages
 
     door = Door(token, is_loopback(host), f"shardwise_watch_{listener.getsockname()[1]}")
-    threading.Thread(target=_look_ahead, args=(finder,), name="first look", daemon=True).start()
+    threading.Thread(target=_read_ahead, args=(finder,), name="first look", daemon=True).start()
     return uvicorn.Server(
         uvicorn.Config(
             Pages(finder, door).app(), log_level="error", access_log=False, server_header=False, lifespan="off",
@@ -92,15 +92,15 @@ def server(finder: Finder, listener: socket.socket, host: str, token: str | None
     )  # fmt: skip
 
 
-def _look_ahead(finder: Finder) -> None:
-    """Reads while the user still reaches for the browser."""
+def _read_ahead(finder: Finder) -> None:
+    """Reads the runs in advance, before the browser connects."""
     for run in finder.runs():
         run.refresh()
         time.sleep(0)
 
 
 def find_token(host: str, variable: str | None) -> str | None:
-    """The token: from the environment, made where the network can reach us, none on this machine alone."""
+    """The token from the environment; generated if the network can reach us, none on this machine only."""
     from shardwise.core.network import is_loopback
 
     if variable is not None:
@@ -113,7 +113,7 @@ def find_token(host: str, variable: str | None) -> str | None:
 
 
 def listen(host: str, port: int | None) -> socket.socket:
-    """A listening socket; the usual port may be taken by another dashboard, and then any will do."""
+    """A listening socket on the default port, or any free one if another dashboard has it."""
     from shardwise.core.network import bind
 
     if port is not None:
@@ -125,20 +125,22 @@ def listen(host: str, port: int | None) -> socket.socket:
 
 
 def address(listener: socket.socket, token: str | None) -> str:
-    """Where to point a browser."""
+    """URL of the dashboard."""
     host, port = listener.getsockname()[:2]
-    shown = {"0.0.0.0": socket.gethostname(), "::": socket.gethostname()}.get(
+    hostname = {"0.0.0.0": socket.gethostname(), "::": socket.gethostname()}.get(
         host, f"[{host}]" if ":" in host else host
     )
-    return f"http://{shown}:{port}/" + (f"?token={token}" if token else "")
+    return f"http://{hostname}:{port}/" + (f"?token={token}" if token else "")
 
 
 def banner(finder: Finder, listener: socket.socket, token: str | None) -> str:
-    """What a user needs to know once it is up."""
+    """Startup message with the runs and the URL."""
     runs = finder.runs()
-    few = ", ".join(run.name for run in runs[:3]) + (", …" if len(runs) > 3 else "")
-    what = f"{len(runs)} run{'s' * (len(runs) != 1)} ({few})" if runs else "no run yet: they come up as they begin"
-    lines = [f"watching {what}", f"  {address(listener, token)}   (Ctrl-C stops)"]
+    names = ", ".join(run.name for run in runs[:3]) + (", …" if len(runs) > 3 else "")
+    found_runs = (
+        f"{len(runs)} run{'s' * (len(runs) != 1)} ({names})" if runs else "no run yet: they come up as they begin"
+    )
+    lines = [f"watching {found_runs}", f"  {address(listener, token)}   (Ctrl-C stops)"]
     if token:
         lines.append(
             "  whoever has this address can see the runs; it is not encrypted: trust the network, or use ssh -L"
@@ -147,7 +149,7 @@ def banner(finder: Finder, listener: socket.socket, token: str | None) -> str:
 
 
 def need_server() -> None:
-    """Says what to install where the server's packages are missing."""
+    """Raises UserError if the server's packages are not installed."""
     missing = [name for name in ("starlette", "uvicorn") if importlib.util.find_spec(name) is None]
     if missing:
         raise UserError("watch", None, f"needs {' and '.join(missing)}, which the base install leaves out", INSTALL)

@@ -1,4 +1,4 @@
-"""The page's own files, which travel with the package; what each is for a browser."""
+"""Static files of the page, shipped with the package, and their content types."""
 
 from __future__ import annotations
 
@@ -15,5 +15,5 @@ STATIC = {
 
 
 def page_file(name: str) -> str:
-    """One of them, as text."""
+    """Reads one of the page's files as text."""
     return files("shardwise.watch").joinpath("page", *name.split("/")).read_text(encoding="utf-8")

@@ -1,6 +1,6 @@
-"""Which folders are runs: those named on the command line, and those below them that hold a metrics.jsonl.
+"""Finds run folders: those named on the command line, and those below them with a metrics.jsonl.
 
-The runs that were found are all that is ever served: a request names one by its id, never by a path.
+Only runs found here are ever served: a request names one by its id, never by a path.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ INSIDE = frozenset({"checkpoints", "logs", "model", "merged", "offload", "node_m
 
 
 class Finder:
-    """The runs below some folders, looked for again now and then: new ones come up while one watches."""
+    """The runs below some folders, rescanned periodically so that new ones appear."""
 
     def __init__(self, roots: Sequence[Path]) -> None:
         self.roots = [root.expanduser().absolute() for root in roots]
@@ -31,7 +31,7 @@ class Finder:
         self._lock = threading.Lock()
 
     def runs(self) -> list[RunFolder]:
-        """Every run, by name."""
+        """All runs, sorted by name."""
         with self._lock:
             if time.monotonic() - self._looked >= SCAN:
                 self._look()
@@ -39,29 +39,31 @@ class Finder:
             return sorted(self._runs.values(), key=lambda run: run.name)
 
     def get(self, key: str) -> RunFolder | None:
-        """A run by its id; None for anything else."""
-        found = self._runs.get(key)
-        if found is None:
+        """A run by its id; None if there is none."""
+        run = self._runs.get(key)
+        if run is None:
             self.runs()
-            found = self._runs.get(key)
-        return found
+            run = self._runs.get(key)
+        return run
 
     def _look(self) -> None:
-        there: dict[str, RunFolder] = {}
+        runs: dict[str, RunFolder] = {}
         known = {run.path: run for run in self._runs.values()}
         for root in self.roots:
             for folder in find_runs(root):
-                if len(there) < MOST_RUNS:
+                if len(runs) < MOST_RUNS:
                     run = known.get(folder) or RunFolder(folder, _name(root, folder, len(self.roots) > 1))
-                    there[run.id] = run
-        self._runs = there
+                    runs[run.id] = run
+        self._runs = runs
 
 
 def find_runs(root: Path) -> list[Path]:
-    """The run folders at or below a folder."""
+    """Run folders at or below a folder."""
     if is_run(root):
         return [root]
-    found, level, seen = [], [root], 0
+    runs = []
+    level = [root]
+    visited = 0
     for _ in range(DEPTH):
         below: list[Path] = []
         for folder in level:
@@ -71,24 +73,24 @@ def find_runs(root: Path) -> list[Path]:
             except OSError:
                 continue
             for path in map(Path, inner):
-                seen += 1
-                if path.name.startswith(".") or path.name in INSIDE or seen > MOST_FOLDERS:
+                visited += 1
+                if path.name.startswith(".") or path.name in INSIDE or visited > MOST_FOLDERS:
                     continue
                 if is_run(path):
-                    found.append(path)
+                    runs.append(path)
                 else:
                     below.append(path)
         level = below
-    return found
+    return runs
 
 
 def is_run(folder: Path) -> bool:
-    """Whether a run has written here; one that has just begun has no metrics yet."""
+    """Whether a folder belongs to a run; one that has just begun has no metrics yet."""
     return (folder / "metrics.jsonl").is_file() or ((folder / "job.json").is_file() and (folder / "logs").is_dir())
 
 
 def check_roots(roots: Sequence[Path]) -> list[Path]:
-    """The folders to look in, which must be there."""
+    """Returns the folders to search; raises UserError if one does not exist."""
     for root in roots:
         if not root.expanduser().is_dir():
             remedy = "name a run's output folder, or one that holds several"
@@ -97,7 +99,7 @@ def check_roots(roots: Sequence[Path]) -> list[Path]:
 
 
 def _name(root: Path, folder: Path, several: bool) -> str:
-    """How a run is called: by its path below the folder that was named."""
+    """Display name of a run: its path below the root folder."""
     if folder == root:
         return folder.name
     inner = folder.relative_to(root).as_posix()

@@ -1,4 +1,4 @@
-"""One run, as its output folder tells of it: figures, state, ranks, hosts, checkpoints, logs, samples, settings."""
+"""One run as read from its output folder: metrics, state, ranks, hosts, checkpoints, logs, samples, settings."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.checkpoint.folders import list_checkpoints, step_of
+from shardwise.config.renamed import rename
 from shardwise.observe.metrics import flat
 from shardwise.observe.ranks import host_file
 from shardwise.watch.columns import Column, Columns, Points
@@ -27,7 +28,7 @@ HOST_POINTS = 600
 
 
 class RunFolder:
-    """Reads one run's folder as it grows; may be asked by several threads."""
+    """Follows one run's folder as it grows; thread-safe."""
 
     def __init__(self, path: Path, name: str) -> None:
         self.path, self.name = path, name
@@ -35,7 +36,7 @@ class RunFolder:
         self.columns = Columns()
         self._metrics, self._samples = Tail(path / "metrics.jsonl"), Tail(path / "samples.jsonl")
         self._hosts: dict[int, tuple[Tail, Columns]] = {}
-        self._told: list[dict[str, Any]] = []
+        self._sample_records: list[dict[str, Any]] = []
         self._read_at = -math.inf
         self._sizes: dict[str, int] = {}
         self._lock = threading.RLock()
@@ -43,14 +44,14 @@ class RunFolder:
         self._hurry = threading.Event()
 
     def refresh(self) -> None:
-        """Takes in what was written since."""
+        """Reads what was written since the last call."""
         with self._lock:
             if time.monotonic() - self._read_at < FRESH:
                 return
             self._read_metrics()
-            samples, anew = self._samples.read()
-            self._told = ([] if anew else self._told) + samples
-            del self._told[:-MOST_SAMPLES]
+            samples, replaced = self._samples.read()
+            self._sample_records = ([] if replaced else self._sample_records) + samples
+            del self._sample_records[:-MOST_SAMPLES]
             for rank in self.ranks():
                 file = host_file(self.path / "logs", rank)
                 if rank not in self._hosts and file.is_file():
@@ -74,8 +75,9 @@ class RunFolder:
         self._take(self._metrics, self.columns)
 
     def _read_all(self) -> None:
-        """The whole file from its start; what was a first look until then is replaced."""
-        tail, columns = Tail(self._metrics.path), Columns(self.columns.generation + 1)
+        """Reads the full file from its start, replacing the initial sample of it."""
+        tail = Tail(self._metrics.path)
+        columns = Columns(self.columns.generation + 1)
         self._hurry.wait(GIVE_WAY)
         self._take(tail, columns, pause=0.001)
         with self._lock:
@@ -83,11 +85,11 @@ class RunFolder:
 
     @property
     def reading(self) -> bool:
-        """Whether what is told is a first look as yet."""
+        """Whether the metrics are still an initial sample of the file."""
         return self._reader is not None and self._reader.is_alive()
 
     def wait(self) -> None:
-        """Returns when the file has been read whole, for those who look but once."""
+        """Waits until the full file has been read, for one-time readers."""
         self._hurry.set()
         self.refresh()
         if self._reader is not None:
@@ -96,8 +98,8 @@ class RunFolder:
     @staticmethod
     def _take(tail: Tail, columns: Columns, axis: str = "step", pause: float = 0.0) -> None:
         while True:
-            records, anew = tail.read()
-            if anew:
+            records, replaced = tail.read()
+            if replaced:
                 columns.clear()
             for record in records:
                 columns.add(record, axis)
@@ -107,7 +109,7 @@ class RunFolder:
                 time.sleep(pause)  # whoever asks for something meanwhile goes first
 
     def ranks(self) -> list[int]:
-        """The numbers of the ranks that have left a file."""
+        """Numbers of the ranks that have written a file."""
         return rank_numbers(self.path / "logs")
 
     def series(
@@ -118,7 +120,7 @@ class RunFolder:
         first: float = -math.inf,
         last: float = math.inf,
     ) -> dict[str, Any]:
-        """The curves: whole, or what came after the steps that the asker has (of that generation), or of a range."""
+        """The curves: full, points after the caller's last steps (of the same generation), or a range."""
         self.refresh()
         with self._lock:
             known = (after or {}) if generation == self.columns.generation else {}
@@ -127,26 +129,29 @@ class RunFolder:
                 for kind, columns in self.columns.kinds.items()
             }
             ends = {kind: self.columns.end(kind) for kind in kinds}
-            told = {"generation": self.columns.generation, "whole": not known, "reading": self.reading}
-            return told | {"ends": ends, "kinds": kinds}
+            header = {"generation": self.columns.generation, "whole": not known, "reading": self.reading}
+            return header | {"ends": ends, "kinds": kinds}
 
     def overview(self) -> dict[str, Any]:
-        """In a line: who, how far, how it goes."""
+        """One-line overview: name, state, progress and latest metrics."""
         self.refresh()
         with self._lock:
-            train, held = self.columns.latest.get("train", {}), self.columns.latest.get("eval", {})
-        logs, seconds = self.path / "logs", step_seconds(train)
+            train = self.columns.latest.get("train", {})
+            evaluated = self.columns.latest.get("eval", {})
+        logs = self.path / "logs"
+        seconds = step_seconds(train)
         state = state_of(self.path, starts_of(logs, self.ranks()), seconds)
         return {
             "id": self.id, "name": self.name, "state": state.json(), "step": train.get("step"),
-            "total": self.settings().get("train.steps"), "loss": train.get("loss"), "eval_loss": held.get("loss"),
+            "total": self.settings().get("train.steps"), "loss": train.get("loss"), "eval_loss": evaluated.get("loss"),
             "tokens_per_second": train.get("tokens_per_second"), "eta_seconds": train.get("eta_seconds"),
         }  # fmt: skip
 
     def detail(self) -> dict[str, Any]:
-        """All but the curves."""
+        """Everything except the curves."""
         overview = self.overview()
-        logs, numbers = self.path / "logs", self.ranks()
+        logs = self.path / "logs"
+        numbers = self.ranks()
         starts = starts_of(logs, numbers)
         running = overview["state"]["word"] in ("running", "starting", "silent")
         rows = rank_rows(logs, numbers)
@@ -154,18 +159,18 @@ class RunFolder:
             for row in rows:
                 row |= {"amiss": "", "silent": None}
         with self._lock:
-            last = self._told[-1].get("step") if self._told else 0
+            last = self._sample_records[-1].get("step") if self._sample_records else 0
             return overview | {
                 "latest": self.columns.latest.get("train", {}), "evaluated": self.columns.latest.get("eval", {}),
                 "ranks": rows, "devices": sorted({str(s.get("device")) for s in starts}),
                 "hosts": [columns.latest["host"] for _, columns in self._hosts.values() if columns.latest],
                 "checkpoints": self.checkpoints(), "prediction": _prediction(self.path),
-                "samples": f"{len(self._told)} to step {last}", "model": _model(self.settings()),
+                "samples": f"{len(self._sample_records)} to step {last}", "model": _model(self.settings()),
                 "folder": str(self.path),
             }  # fmt: skip
 
     def hosts(self, after: float = -math.inf) -> dict[str, Any]:
-        """The hosts' figures by time."""
+        """Host metrics over time."""
         self.refresh()
         with self._lock:
             return {
@@ -177,11 +182,11 @@ class RunFolder:
             }
 
     def checkpoints(self) -> list[dict[str, Any]]:
-        """Oldest first: step, bytes, when, and which is the best."""
-        found = list_checkpoints(self.path / "checkpoints")
-        best = read_json(found[-1] / "trainer.json") if found else {}
+        """Checkpoints, oldest first: step, bytes, time, and which is the best."""
+        folders = list_checkpoints(self.path / "checkpoints")
+        best = read_json(folders[-1] / "trainer.json") if folders else {}
         rows = []
-        for folder in found:
+        for folder in folders:
             step = step_of(folder)
             try:
                 written = folder.stat().st_mtime
@@ -196,7 +201,7 @@ class RunFolder:
         return rows
 
     def _size(self, folder: Path) -> int:
-        """Bytes of a checkpoint; it never changes once it has its name."""
+        """Size of a checkpoint in bytes, cached: a named checkpoint never changes."""
         key = f"{folder}@{folder.stat().st_mtime_ns}"
         if key not in self._sizes:
             total = 0
@@ -209,42 +214,47 @@ class RunFolder:
         return self._sizes[key]
 
     def log(self, rank: int, lines: int) -> list[str] | None:
-        """The last lines of a rank's log; None where there is no such rank."""
+        """The last lines of a rank's log; None if there is no such rank."""
         if rank not in self.ranks():
             return None
         return last_lines(self.path / "logs" / f"rank-{rank}.log", min(lines, MOST_LINES))
 
     def samples(self) -> list[dict[str, Any]]:
-        """What the model wrote during training, oldest first."""
+        """Samples generated during training, oldest first."""
         self.refresh()
         with self._lock:
-            return list(self._told)
+            return list(self._sample_records)
 
     def settings(self) -> dict[str, Any]:
-        """The resolved run, flat: `train.learning_rate` and so on."""
+        """The resolved settings by dotted path, e.g. `train.learning_rate`."""
         run = read_json(self.path / "job.json").get("run")
         if not isinstance(run, dict):
             folders = list_checkpoints(self.path / "checkpoints")
             run = read_json(folders[-1] / "run.json") if folders else {}
+        rename(run)
         return dict(flat(run))
 
 
 def step_seconds(record: dict[str, Any]) -> float | None:
-    """How long a step takes, by its own speed."""
+    """Seconds per step, from the record's own throughput."""
     tokens, speed = record.get("tokens"), record.get("tokens_per_second")
     return tokens / speed if tokens and speed else None
 
 
 def differences(runs: list[RunFolder]) -> list[dict[str, Any]]:
-    """The settings in which runs differ, each with its value by run."""
+    """Settings in which runs differ, each with its value by run."""
     settings = {run.id: run.settings() for run in runs}
-    names = list(dict.fromkeys(name for one in settings.values() for name in one))
-    values = {name: {key: one.get(name) for key, one in settings.items()} for name in names}
-    return [{"name": n, "values": of} for n, of in values.items() if len({repr(v) for v in of.values()}) > 1]
+    names = list(dict.fromkeys(name for values in settings.values() for name in values))
+    rows = []
+    for name in names:
+        by_run = {key: values.get(name) for key, values in settings.items()}
+        if len(set(map(repr, by_run.values()))) > 1:
+            rows.append({"name": name, "values": by_run})
+    return rows
 
 
 def _model(settings: dict[str, Any]) -> str | None:
-    """What is trained, in a word."""
+    """Short name of the model."""
     name = settings.get("model.name") or settings.get("model.config.model_type")
     return str(name) if name else None
 
@@ -252,11 +262,11 @@ def _model(settings: dict[str, Any]) -> str | None:
 def _parts(
     columns: dict[str, Column], points: int, after: float, first: float = -math.inf, last: float = math.inf
 ) -> dict[str, Points]:
-    found = {name: column.part(points, after, first, last) for name, column in columns.items()}
-    return {name: part for name, part in found.items() if part is not None}
+    parts = {name: column.part(points, after, first, last) for name, column in columns.items()}
+    return {name: part for name, part in parts.items() if part is not None}
 
 
 def _prediction(folder: Path) -> dict[str, Any] | None:
-    made = read_json(folder / "prediction.json")  # as observe/prediction.py leaves it, which would load torch
+    prediction = read_json(folder / "prediction.json")  # as observe/prediction.py leaves it, which would load torch
     names = ("memory", "foreseen_bytes", "foreseen_seconds", "limit", "device", "kind")
-    return {name: made.get(name) for name in names} if made else None
+    return {name: prediction.get(name) for name in names} if prediction else None

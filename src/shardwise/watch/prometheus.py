@@ -1,4 +1,4 @@
-"""The latest figures of each run in Prometheus' text format, for those who have their dashboards there already."""
+"""The latest metrics of each run in Prometheus' text format."""
 
 from __future__ import annotations
 
@@ -39,41 +39,41 @@ HOST = {
 
 
 def exposition(runs: Iterable[RunFolder]) -> str:
-    """All runs as one page of text."""
+    """Metrics of all runs as one page of text."""
     families: dict[str, tuple[str, list[str]]] = {}
 
-    def put(name: str, about: str, value: Any, **labels: Any) -> None:
+    def put(name: str, help_text: str, value: Any, **labels: Any) -> None:
         if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
             return
         inner = ",".join(f'{key}="{_escaped(str(label))}"' for key, label in labels.items())
-        families.setdefault(name, (about, []))[1].append(f"shardwise_{name}{{{inner}}} {float(value)!r}")
+        families.setdefault(name, (help_text, []))[1].append(f"shardwise_{name}{{{inner}}} {float(value)!r}")
 
     for run in runs:
-        told = run.detail()
+        detail = run.detail()
         for state in STATES:
-            put("run_state", "1 for the state that a run is in", int(told["state"]["word"] == state),
+            put("run_state", "1 for the state that a run is in", int(detail["state"]["word"] == state),
                 run=run.name, state=state)  # fmt: skip
-        put("steps_total", "steps that the run is to take", told["total"], run=run.name)
-        for name, (key, about) in TRAIN.items():
-            put(name, about, told["latest"].get(key), run=run.name)
-        experts = told["latest"].get("experts")
+        put("steps_total", "steps that the run is to take", detail["total"], run=run.name)
+        for name, (key, help_text) in TRAIN.items():
+            put(name, help_text, detail["latest"].get(key), run=run.name)
+        experts = detail["latest"].get("experts")
         for key in ("worst", "mean") if isinstance(experts, dict) else ():
-            about = "tokens of the busiest expert over the mean of its layer: the worst layer, or the mean of all"
-            put("expert_load", about, experts.get(key), run=run.name, of=key)
-        put("eval_loss", "loss of the last evaluation", told["evaluated"].get("loss"), run=run.name)
-        for kind, record in (("source_loss", told["latest"]), ("source_eval_loss", told["evaluated"])):
+            help_text = "tokens of the busiest expert over the mean of its layer: the worst layer, or the mean of all"
+            put("expert_load", help_text, experts.get(key), run=run.name, of=key)
+        put("eval_loss", "loss of the last evaluation", detail["evaluated"].get("loss"), run=run.name)
+        for kind, record in (("source_loss", detail["latest"]), ("source_eval_loss", detail["evaluated"])):
             losses = record.get("losses")
             for source, value in (losses if isinstance(losses, dict) else {}).items():
                 put(kind, "loss of one source of the data", value, run=run.name, source=source)
         for row in rank_rows(run.path / "logs", run.ranks()):
-            for name, (key, about) in RANK.items():
-                put(name, about, row[key], run=run.name, rank=row["rank"])
-        for host in told["hosts"]:
-            for name, (key, about) in HOST.items():
-                put(name, about, host.get(key), run=run.name, host=host.get("host"))
+            for name, (key, help_text) in RANK.items():
+                put(name, help_text, row[key], run=run.name, rank=row["rank"])
+        for host in detail["hosts"]:
+            for name, (key, help_text) in HOST.items():
+                put(name, help_text, host.get(key), run=run.name, host=host.get("host"))
     lines = []
-    for name, (about, values) in families.items():
-        lines += [f"# HELP shardwise_{name} {about}", f"# TYPE shardwise_{name} gauge", *values]
+    for name, (help_text, values) in families.items():
+        lines += [f"# HELP shardwise_{name} {help_text}", f"# TYPE shardwise_{name} gauge", *values]
     return "\n".join(lines) + "\n"
 
 

@@ -1,7 +1,7 @@
-"""The ranks of a run side by side: where each is, what it does, how long it takes, and who keeps the others waiting.
+"""The ranks of a run side by side: step, activity, time, and which one delays the others.
 
-All ranks of a step end it together, so seconds per step say nothing of who is slow. What does, where the run records it
-(`log.breakdown`), is the time that a rank does *not* wait for the others: the slow one waits least. Elsewhere a rank is
+All ranks end a step together, so seconds per step do not show which one is slow. What does, if the run records it
+(`log.breakdown`), is the time that a rank does *not* wait for the others: the slow one waits least. Otherwise a rank is
 marked when it is behind, or has been silent for longer than the others.
 """
 
@@ -26,22 +26,22 @@ _NAME = re.compile(r"rank-(\d{1,6})\.(?:log|status|metrics\.jsonl)")
 
 
 def rank_numbers(logs: Path) -> list[int]:
-    """The ranks that have left a file."""
+    """The ranks that have written a file."""
     try:
         names = [file.name for file in logs.iterdir()]
     except OSError:
         return []
-    return sorted({int(found[1]) for name in names if (found := _NAME.fullmatch(name))})
+    return sorted({int(match[1]) for name in names if (match := _NAME.fullmatch(name))})
 
 
 def starts_of(logs: Path, numbers: list[int]) -> list[Record]:
-    """The first words of each rank."""
+    """The first record of each rank."""
     first = [first_record(rank_file(logs, rank)) for rank in numbers]
     return [record for record in first if record.get("kind") == "start"]
 
 
 def rank_rows(logs: Path, numbers: list[int], now: float | None = None) -> list[dict[str, Any]]:
-    """A row for each rank, with what is amiss."""
+    """One row per rank, with anomalies marked."""
     now = time.time() if now is None else now
     rows = [_row(logs, rank, now) for rank in numbers]
     _mark(rows)
@@ -49,12 +49,13 @@ def rank_rows(logs: Path, numbers: list[int], now: float | None = None) -> list[
 
 
 def _row(logs: Path, rank: int, now: float) -> dict[str, Any]:
-    status, silent = logs / f"rank-{rank}.status", None
+    status = logs / f"rank-{rank}.status"
+    silent = None
     step, doing = read_status(status)
-    found = last_records(rank_file(logs, rank))
-    if found and found[-1].get("kind") == "end":  # its status is of before
-        doing = "ended" if found[-1].get("outcome") == "left" else "failed"
-    records = [r for r in found if r.get("kind") == "rank"][-RECENT:]
+    entries = last_records(rank_file(logs, rank))
+    if entries and entries[-1].get("kind") == "end":  # its status is of before
+        doing = "ended" if entries[-1].get("outcome") == "left" else "failed"
+    records = [r for r in entries if r.get("kind") == "rank"][-RECENT:]
     last = records[-1] if records else {}
     with contextlib.suppress(OSError):
         silent = now - status.stat().st_mtime
@@ -67,7 +68,7 @@ def _row(logs: Path, rank: int, now: float) -> dict[str, Any]:
 
 
 def _size(file: Path) -> int:
-    """Bytes of a log: whoever shows it asks for it again only when they change."""
+    """Size of a log in bytes; the page fetches the log again only when it changes."""
     try:
         return file.stat().st_size
     except OSError:
@@ -94,5 +95,5 @@ def _mark(rows: list[dict[str, Any]]) -> None:
 
 
 def _mean(records: list[Record], key: str) -> float | None:
-    found = [float(r[key]) for r in records if isinstance(r.get(key), int | float)]
-    return sum(found) / len(found) if found else None
+    values = [float(r[key]) for r in records if isinstance(r.get(key), int | float)]
+    return sum(values) / len(values) if values else None

@@ -1,4 +1,4 @@
-"""The dashboard as one page to pass on: the same page with its answers in it, which asks nobody and needs no net."""
+"""The dashboard as one self-contained page: the same page with its data embedded, which works offline."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _SCRIPT = re.compile(r'<script src="/static/([^"]+)"></script>')
 
 
 def write_snapshot(finder: Finder, path: Path) -> None:
-    """Writes the page; whoever opens it sees the old one or the new one whole."""
+    """Writes the page atomically."""
     runs = finder.runs()
     if not runs:
         where = ", ".join(str(root) for root in finder.roots)
@@ -37,15 +37,17 @@ def write_snapshot(finder: Finder, path: Path) -> None:
 
 
 def render_snapshot(runs: list[RunFolder]) -> str:
-    """The whole page as text. Its policy lets in these scripts and styles alone, by their hashes, and nothing else."""
-    page, scripts, styles = page_file("index.html"), [], []
+    """Returns the full page. Its content security policy allows only these scripts and styles, by hash."""
+    page = page_file("index.html")
+    scripts = []
+    styles = []
 
-    def style(found: re.Match[str]) -> str:
-        styles.append(text := page_file(found[1]))
+    def style(match: re.Match[str]) -> str:
+        styles.append(text := page_file(match[1]))
         return f"<style>{text}</style>"
 
-    def script(found: re.Match[str]) -> str:
-        scripts.append(text := page_file(found[1]))
+    def script(match: re.Match[str]) -> str:
+        scripts.append(text := page_file(match[1]))
         assert "</script" not in text
         return f"<script>{text}</script>"
 

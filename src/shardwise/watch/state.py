@@ -1,7 +1,7 @@
-"""How a run is: running, finished, failed, stopped, silent; told from its files, since it may be on another host.
+"""State of a run: running, finished, failed, stopped or silent; derived from its files, as it may be on another host.
 
-Nobody can be asked: the run may have been killed, or go on where we cannot see its processes. So its own words count
-first (a result, a note of failure), then its processes where they are on this host, then how long ago it last wrote.
+The run may have been killed, or run where we cannot see its processes. So its own records count first (a result, a
+failure note), then its processes if they are on this host, then how long ago it last wrote.
 """
 
 from __future__ import annotations
@@ -20,57 +20,59 @@ PATIENCE = 20.0  # steps' worth of time that it may say nothing
 
 @dataclass(frozen=True)
 class State:
-    """In a word, since when, and why."""
+    """State in a word, since when, and why."""
 
     word: str  # starting | running | finished | failed | stopped | silent
     since: float | None = None
     why: str = ""
 
     def json(self) -> dict[str, Any]:
-        """For the page."""
+        """JSON form for the page."""
         return {"word": self.word, "since": self.since, "why": self.why}
 
 
 def state_of(folder: Path, starts: list[Record], step_seconds: float | None, now: float | None = None) -> State:
-    """Looks at a run's files; `starts` are the first records of its ranks."""
+    """Derives the state from a run's files; `starts` are the first records of its ranks."""
     now = time.time() if now is None else now
     logs = folder / "logs"
-    began = max((float(s.get("time") or 0) for s in starts), default=0.0) or _changed(folder / "job.json") or 0.0
+    began = max((float(s.get("time") or 0) for s in starts), default=0.0) or _modified_at(folder / "job.json") or 0.0
     failure = read_json(logs / "failure.json")  # the supervisor's, which knows more than a rank
     if failure and float(failure.get("time") or 0) >= began:
         return State("failed", failure.get("time"), str(failure.get("reason")))
     if notes := [note for file in sorted(logs.glob("rank-*.error.json")) if (note := read_json(file))]:
-        note = min(notes, key=lambda one: float(one.get("time") or 0))
+        note = min(notes, key=lambda entry: float(entry.get("time") or 0))
         if float(note.get("time") or 0) >= began:  # under torchrun an earlier start's notes stay
             who = f"rank {note.get('rank')} at step {note.get('step')} while {note.get('doing')}"
             words = f"{who}: {note.get('reason')}"
             return State("failed", note.get("time"), words)
-    ended = _changed(folder / "result.json")
+    ended = _modified_at(folder / "result.json")
     if ended is not None and ended >= began:
         return State("finished", ended, str(read_json(folder / "result.json").get("ended") or ""))
-    spoke = max(filter(None, map(_changed, _spoken(folder))), default=None)
-    here = [s for s in starts if s.get("host") == socket.gethostname()]
-    if here and len(here) == len(starts) and not any(map(_lives, here)):
-        return State("stopped", spoke, "its processes have ended; the same command goes on from its last checkpoint")
-    if spoke is None or now - spoke > max(QUIET, PATIENCE * (step_seconds or 0.0)):
-        return State("silent", spoke, "nothing was written since")
+    last_write = max(filter(None, map(_modified_at, _written_files(folder))), default=None)
+    local = [s for s in starts if s.get("host") == socket.gethostname()]
+    if local and len(local) == len(starts) and not any(map(_is_alive, local)):
+        return State(
+            "stopped", last_write, "its processes have ended; the same command goes on from its last checkpoint"
+        )
+    if last_write is None or now - last_write > max(QUIET, PATIENCE * (step_seconds or 0.0)):
+        return State("silent", last_write, "nothing was written since")
     return State("running" if starts else "starting", began or None)
 
 
-def _spoken(folder: Path) -> list[Path]:
+def _written_files(folder: Path) -> list[Path]:
     logs = folder / "logs"
     return [folder / "metrics.jsonl", folder / "job.json", *logs.glob("rank-*.status"), *logs.glob("rank-*.jsonl")]
 
 
-def _changed(path: Path) -> float | None:
+def _modified_at(path: Path) -> float | None:
     try:
         return path.stat().st_mtime
     except OSError:
         return None
 
 
-def _lives(start: Record) -> bool:
-    """Whether that very process is there: numbers are given anew."""
+def _is_alive(start: Record) -> bool:
+    """Whether that very process exists: process ids are reused."""
     import psutil
 
     try:

@@ -1,6 +1,6 @@
-"""Reads files that another process appends to, each byte once: 100,000 steps must not be read anew at each look.
+"""Follows files that another process appends to, reading each byte once: 100,000 steps must not be reread every time.
 
-A file that was replaced or cut (a run that was resumed drops the steps after its checkpoint) is read from the start.
+A file that was replaced or truncated (a resumed run drops the steps after its checkpoint) is read from the start.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ AT_ONCE = 1 << 17  # bytes read at a time: no other thread runs while they are p
 
 
 def open_file(path: Path) -> BinaryIO:
-    """A run's own file: a link in its place could show anything of ours to all who watch, a pipe would never end."""
+    """Opens a regular file of a run: a symbolic link could expose other files, a pipe would never end."""
     handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
@@ -28,7 +28,7 @@ def open_file(path: Path) -> BinaryIO:
 
 
 class Tail:
-    """The records of a JSON-lines file, as they come; a torn last line waits for its end."""
+    """Yields the records of a JSON-lines file as it grows; an incomplete last line waits for its end."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -37,7 +37,7 @@ class Tail:
         self.behind = 0  # bytes that were left when it was last read
 
     def unread(self) -> int:
-        """Bytes that are there and were not read."""
+        """Number of bytes not read yet."""
         try:
             status = self.path.stat()
         except OSError:
@@ -46,47 +46,50 @@ class Tail:
         return status.st_size - (self._offset if known else 0)
 
     def read(self) -> tuple[list[Record], bool]:
-        """New records, and whether they are from the start of another file, so that those before are void.
+        """New records, and whether the file was replaced, so that earlier ones are invalid.
 
-        Not all at once where they are many: `behind` says what is left.
+        A large amount is read in several calls: `behind` is the number of bytes left.
         """
         try:
             with open_file(self.path) as file:
                 status = os.fstat(file.fileno())
-                anew = self._inode not in (-1, status.st_ino) or status.st_size < self._offset
-                if anew:
+                replaced = self._inode not in (-1, status.st_ino) or status.st_size < self._offset
+                if replaced:
                     self._offset, self._rest = 0, b""
                 self._inode = status.st_ino
                 file.seek(self._offset)
                 data = file.read(min(AT_ONCE, max(0, status.st_size - self._offset)))
         except OSError:
-            gone, self._inode = self._inode != -1, -1
-            self._offset, self._rest, self.behind = 0, b"", 0
-            return [], gone
+            removed = self._inode != -1
+            self._inode = -1
+            self._offset = 0
+            self._rest = b""
+            self.behind = 0
+            return [], removed
         self._offset += len(data)
         self.behind = max(0, status.st_size - self._offset)
         *lines, self._rest = (self._rest + data).split(b"\n")
         if len(self._rest) > LONGEST_LINE:
             self._rest = b""  # no record of ours
-        return _records(lines), anew
+        return _records(lines), replaced
 
 
 def _records(lines: list[bytes]) -> list[Record]:
-    """What can be read of them: a dashboard shows what there is, and leaves complaints to those who train."""
+    """Parses lines leniently: a dashboard shows what it can, errors are reported by the training side."""
     with contextlib.suppress(ValueError, RecursionError):  # all at once is faster, and mostly all are whole
         together = json.loads(b"[" + b",".join(line for line in lines if line.strip()) + b"]")
         return [record for record in together if isinstance(record, dict)]
-    found = []
+    records = []
     for line in lines:
         with contextlib.suppress(ValueError, RecursionError):
             record = json.loads(line)
             if isinstance(record, dict):
-                found.append(record)
-    return found
+                records.append(record)
+    return records
 
 
 def sampled(path: Path, count: int) -> list[Record]:
-    """Records from evenly spread places of a long file, in order: a first look at it while the whole is read."""
+    """Records from evenly spaced positions of a long file, in order: a preview while the full file is read."""
     lines: list[bytes] = []
     try:
         with open_file(path) as file:
@@ -104,19 +107,19 @@ def sampled(path: Path, count: int) -> list[Record]:
 
 
 def last_bytes(path: Path, size: int) -> bytes:
-    """The end of a file, from the beginning of a line on; nothing where there is none."""
+    """The end of a file, from the beginning of a line on; empty if the file is missing."""
     try:
         with open_file(path) as file:
-            whole = os.fstat(file.fileno()).st_size
-            file.seek(max(0, whole - size))
+            length = os.fstat(file.fileno()).st_size
+            file.seek(max(0, length - size))
             data = file.read(size)
     except OSError:
         return b""
-    return data if whole <= size else data.partition(b"\n")[2]
+    return data if length <= size else data.partition(b"\n")[2]
 
 
 def last_lines(path: Path, lines: int, size: int = 1 << 16) -> list[str]:
-    """The last lines of a log, as text: whatever was no text shows as such, control characters do not."""
+    """The last lines of a log as text; invalid bytes are marked, control characters removed."""
     text = last_bytes(path, size).decode("utf-8", "replace")
     return [_visible(line) for line in text.splitlines()[-lines:]]
 
@@ -127,7 +130,7 @@ def last_records(path: Path, size: int = 1 << 13) -> list[Record]:
 
 
 def first_record(path: Path) -> Record:
-    """The first record of a JSON-lines file, or an empty one."""
+    """The first record of a JSON-lines file; empty if there is none."""
     try:
         with open_file(path) as file:
             line = file.readline(LONGEST_LINE)
@@ -137,15 +140,15 @@ def first_record(path: Path) -> Record:
 
 
 def read_json(path: Path) -> Record:
-    """A JSON object in a file of its own, or an empty one."""
+    """A JSON object from a file; empty if it cannot be read."""
     with contextlib.suppress(OSError, ValueError, RecursionError):
         with open_file(path) as file:
-            found = json.loads(file.read(LARGEST_JSON))
-        if isinstance(found, dict):
-            return found
+            value = json.loads(file.read(LARGEST_JSON))
+        if isinstance(value, dict):
+            return value
     return {}
 
 
 def _visible(line: str) -> str:
-    """Without the escape sequences and control characters that a log may hold: they would steer a terminal."""
+    """Removes escape sequences and control characters, which would control a terminal."""
     return "".join(c for c in line if c == "\t" or c.isprintable())[:2000]

@@ -1,6 +1,6 @@
-"""The dashboard in a terminal: curve, figures, ranks and the last words of the log, drawn anew as they come.
+"""The dashboard in a terminal: curve, metrics, ranks and the end of the log, refreshed periodically.
 
-Where standard output is no terminal it is printed once, as plain text, for a log or a pipe.
+If standard output is not a terminal it is printed once, as plain text, for a log or a pipe.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ NONE = "no run here yet: it comes up as soon as one begins"
 
 
 def show(finder: Finder, console: Console | None = None) -> None:
-    """Draws the run that goes on (or the newest) and a line for each other, until Ctrl-C."""
+    """Draws the running (or newest) run and a line for each other, until Ctrl-C."""
     console = console or Console()
     if not console.is_terminal or not sys.stdout.isatty():
         # rich takes 80 columns where it cannot know; a log may be wider, a curve need not be.
@@ -52,7 +52,7 @@ def show(finder: Finder, console: Console | None = None) -> None:
 
 
 class _Screen:
-    """All that is shown, as large as the terminal is now."""
+    """Everything shown, at the current size of the terminal."""
 
     def __init__(self, finder: Finder, plain: bool = False) -> None:
         self._finder, self._plain = finder, plain
@@ -74,35 +74,35 @@ def draw(
     run: RunFolder, overviews: list[tuple[RunFolder, dict[str, Any]]], width: int, height: int, ascii_only: bool
 ) -> list[RenderableType]:
     """The parts from top to bottom; the curve takes the room that the others leave."""
-    told = run.detail()
-    parts: list[RenderableType] = [_head(told, width), _figures(told)]
-    used = 3 + bool(told["state"]["why"])
+    detail = run.detail()
+    parts: list[RenderableType] = [_head(detail, width), _figures(detail)]
+    used = 3 + bool(detail["state"]["why"])
     others = [overview for other, overview in overviews if other is not run]
     below: list[RenderableType] = []
-    if told["ranks"]:
-        rows = told["ranks"][: max(2, height // 5)]
+    if detail["ranks"]:
+        rows = detail["ranks"][: max(2, height // 5)]
         # Those with something amiss are shown whatever the room.
-        rows += [row for row in told["ranks"] if row["amiss"] and row not in rows][:4]
-        below.append(_ranks(rows, len(told["ranks"])))
+        rows += [row for row in detail["ranks"] if row["amiss"] and row not in rows][:4]
+        below.append(_ranks(rows, len(detail["ranks"])))
         used += len(rows) + 3
-    lines = _last_words(run, told)
+    lines = _log_lines(run, detail)
     if lines and height >= 24:
-        kept = lines[-max(3, height // 8) :]
-        below += [Text("log", style="dim"), *(Text(line, no_wrap=True, overflow="ellipsis") for line in kept)]
-        used += len(kept) + 1
+        shown_lines = lines[-max(3, height // 8) :]
+        below += [Text("log", style="dim"), *(Text(line, no_wrap=True, overflow="ellipsis") for line in shown_lines)]
+        used += len(shown_lines) + 1
     if others and height >= 20:
-        kept_runs = others[: max(2, height // 10)]
-        below.append(_others(kept_runs))
-        used += len(kept_runs) + 1
+        shown_runs = others[: max(2, height // 10)]
+        below.append(_others(shown_runs))
+        used += len(shown_runs) + 1
     rows_left = min(MOST_CURVE, max(LEAST_CURVE, height - used - 6))
     curve = terminal_curve(_curves(run), max(32, width - 1), rows_left, ascii_only)
     parts.append(Text(curve, no_wrap=True, overflow="crop"))
     return [Group(*parts, *below)]
 
 
-def _head(told: dict[str, Any], width: int) -> Text:
-    state = told["state"]
-    head = Text(told["name"], style="bold", no_wrap=True, overflow="ellipsis")
+def _head(detail: dict[str, Any], width: int) -> Text:
+    state = detail["state"]
+    head = Text(detail["name"], style="bold", no_wrap=True, overflow="ellipsis")
     head.append(f"  {state['word']}", style=STYLES.get(state["word"], "bold"))
     if state["word"] in ("finished", "stopped", "silent", "failed") and state["since"]:
         head.append(f" {_duration(max(0.0, time.time() - state['since']))} ago", style="dim")
@@ -112,13 +112,13 @@ def _head(told: dict[str, Any], width: int) -> Text:
     return head
 
 
-def _figures(told: dict[str, Any]) -> Text:
-    last, held = told["latest"], told["evaluated"]
-    of = f"/{told['total']}" if told["total"] else ""
+def _figures(detail: dict[str, Any]) -> Text:
+    last, evaluated = detail["latest"], detail["evaluated"]
+    total = f"/{detail['total']}" if detail["total"] else ""
     figures = [
-        ("step", f"{told['step'] if told['step'] is not None else '-'}{of}"),
+        ("step", f"{detail['step'] if detail['step'] is not None else '-'}{total}"),
         ("loss", _shown(last.get("loss"), _six)),
-        ("eval", _shown(held.get("loss"), _six)),
+        ("eval", _shown(evaluated.get("loss"), _six)),
         ("entropy", _shown(last.get("cross_entropy"), _six)),
         ("aux", _shown(last.get("aux_loss"), _six)),
         ("z", _shown(last.get("z_loss"), _six)),
@@ -129,7 +129,7 @@ def _figures(told: dict[str, Any]) -> Text:
         ("GiB", _shown(last.get("memory_bytes"), _gibibytes)),
         ("elapsed", _shown(last.get("elapsed_seconds"), _duration)),
     ]
-    if told["state"]["word"] not in ("finished", "failed"):
+    if detail["state"]["word"] not in ("finished", "failed"):
         figures.append(("ETA", _shown(last.get("eta_seconds"), _duration)))
     line = Text()
     for name, value in figures:
@@ -154,17 +154,17 @@ def _ranks(rows: list[dict[str, Any]], count: int) -> Table:
 
 def _others(overviews: list[dict[str, Any]]) -> Group:
     lines = [Text("other runs", style="dim")]
-    for one in overviews:
-        line = Text(f"{one['name']}  ", no_wrap=True, overflow="ellipsis")
-        line.append(one["state"]["word"], style=STYLES.get(one["state"]["word"], ""))
-        line.append(f"  step {one['step'] or '-'}  loss {_shown(one['loss'], _six)}")
+    for overview in overviews:
+        line = Text(f"{overview['name']}  ", no_wrap=True, overflow="ellipsis")
+        line.append(overview["state"]["word"], style=STYLES.get(overview["state"]["word"], ""))
+        line.append(f"  step {overview['step'] or '-'}  loss {_shown(overview['loss'], _six)}")
         lines.append(line)
     return Group(*lines)
 
 
-def _last_words(run: RunFolder, told: dict[str, Any]) -> list[str]:
-    """Of the first rank that has said something."""
-    for row in told["ranks"][:8]:
+def _log_lines(run: RunFolder, detail: dict[str, Any]) -> list[str]:
+    """Last log lines of the first rank that has any."""
+    for row in detail["ranks"][:8]:
         if lines := run.log(row["rank"], 12):
             return [f"rank {row['rank']}: {line}" for line in lines]
     return []
@@ -172,9 +172,9 @@ def _last_words(run: RunFolder, told: dict[str, Any]) -> list[str]:
 
 def _curves(run: RunFolder) -> dict[str, Series]:
     kinds = run.series(POINTS)["kinds"]
-    named = {"training loss": "train", "evaluation loss": "eval"}
+    labels = {"training loss": "train", "evaluation loss": "eval"}
     curves: dict[str, Series] = {}
-    for name, kind in named.items():
+    for name, kind in labels.items():
         if "loss" in kinds.get(kind, {}):
             at, values = kinds[kind]["loss"]
             curves[name] = [(int(x), float("nan") if y is None else y) for x, y in zip(at, values, strict=True)]

@@ -61,7 +61,7 @@ def test_a_precision_that_torch_refuses_is_left_out(monkeypatch: pytest.MonkeyPa
     def refuse(*_: Any, **__: Any) -> None:
         raise RuntimeError("only on compute capability 8.9 and above")
 
-    monkeypatch.setattr(torch, "_scaled_mm", refuse)
+    monkeypatch.setattr(steps, "scaled_mm", refuse)
     before = torch.get_float32_matmul_precision()
     assert steps.matmul("fp8", 16, CPU, 0.01) is None
     assert torch.get_float32_matmul_precision() == before

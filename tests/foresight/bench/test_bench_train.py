@@ -111,11 +111,11 @@ def test_reductions_that_nothing_hides_are_told_with_what_fewer_bytes_would_save
     monkeypatch.setattr("shardwise.config.resolve._has_fp8", lambda machine: False)
     found = speed({"products": 6, "communication": 4}, ranks=2)
     bare = replace(found, profile=replace(found.profile, sent={"reductions": [4.0, 3.0], "all": [4.0, 3.0]}))
-    (said,) = [line for line in advise(a_run(compile=True), bare) if "reduce: bf16" in line]
+    (said,) = [line for line in advise(a_run(compile=True), bare) if "reduce_dtype: bf16" in line]
     assert "half of the 30%" in said
     hidden = replace(found, profile=replace(found.profile, sent={"reductions": [4.0, 0.5], "all": [4.0, 0.5]}))
-    assert not any("reduce: bf16" in line for line in advise(a_run(compile=True), hidden))
-    assert not any("reduce: bf16" in line for line in advise(a_run(parallel={"reduce": "bf16"}), bare))
+    assert not any("reduce_dtype: bf16" in line for line in advise(a_run(compile=True), hidden))
+    assert not any("reduce_dtype: bf16" in line for line in advise(a_run(parallel={"reduce_dtype": "bf16"}), bare))
 
 
 @pytest.mark.parametrize(("run", "found", "words"), [
@@ -160,7 +160,8 @@ def test_the_command(ranks: int, tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert found["tokens"] == 256 and found["ranks"] == 2 and found["tokens_per_second"] > 0
     assert found["profile"]["kinds"]["communication"] > 0 and not (tmp_path / "out").exists()
     spent, bare = found["profile"]["sent"]["all"]
-    assert 0 < bare < spent, "some of it lay beside computing"
+    # How much lies beside computing is the machine's matter, and counted exactly on made-up events above.
+    assert 0 < bare <= spent * (1 + 1e-9)
     for rank in range(2):
         events = json.loads((tmp_path / f"traces/rank-{rank}.json").read_text())["traceEvents"]
         assert {"gloo:all_gather", "gloo:all_reduce"} <= {event.get("name") for event in events}

@@ -55,7 +55,7 @@ def needs(run: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> float:
     limited(monkeypatch, 1e12)
     made, said = prepared(run)
     assert made.prediction is not None and any(line.startswith("foreseen: ") for line in said)
-    return made.prediction.found.peak
+    return made.prediction.estimate.peak
 
 
 # Family, what is unusual, and the share of what it needs that there is.
@@ -96,7 +96,7 @@ def test_what_does_not_fit_is_refused_and_its_first_remedy_runs(
     settings, _, price = first.partition(": ")
     assert "saves" in price and ("time per step" in price or "no slower" in price)
     made, _ = prepared(run, *settings.split())
-    assert made.prediction is not None and made.prediction.found.fits
+    assert made.prediction is not None and made.prediction.estimate.fits
     assert made.fit().step == 2
     assert json.loads((tmp_path / "out" / kept.FILE).read_text())["fits"]
 

@@ -22,7 +22,7 @@ from shardwise.core.errors import UserError
 from shardwise.core.hardware.specs import cluster_of
 from shardwise.foresight.plan.charts import seconds, ticks
 from shardwise.foresight.plan.command import _resolved
-from shardwise.foresight.plan.explain import long_time, money, reasons, told
+from shardwise.foresight.plan.explain import describe, long_time, money, reasons
 from shardwise.foresight.plan.ladder import ladder, variants
 from shardwise.foresight.plan.quick import Quick, Strategy
 from shardwise.foresight.plan.report import render_report, write_report
@@ -57,7 +57,7 @@ def test_the_page_holds_the_plan(plan: Plan, page: str) -> None:
     found = plan.best.estimate
     words = unescape(page)
     for expected in (
-        told(plan.best.strategy), seconds(found.time.seconds), f"{found.rate:,.0f}", f"{found.mfu:.0%}",
+        describe(plan.best.strategy), seconds(found.time.seconds), f"{found.rate:,.0f}", f"{found.mfu:.0%}",
         human(found.peak), human(plan.cluster.device.memory), long_time(found.hours(1e9)),
         f"{money(found.cost(1e9) or 0.0)} USD", *reasons(plan), "4 of 8 layers", "Rough scores",
     ):  # fmt: skip
@@ -196,8 +196,8 @@ def _in_node(source: Path, asked: list[dict[str, Any]]) -> list[dict[str, float]
         const location = {{ hash: "#check=" + encodeURIComponent({json.dumps(json.dumps(asked))}) }};
         {script.replace('"use strict";', "").replace("if (Q) build();", "")}
         console.log(parts.checked.textContent);"""
-    told = subprocess.run([NODE, "-"], input=around, capture_output=True, text=True, timeout=120, check=True)
-    found: list[dict[str, float]] = json.loads(told.stdout)
+    describe = subprocess.run([NODE, "-"], input=around, capture_output=True, text=True, timeout=120, check=True)
+    found: list[dict[str, float]] = json.loads(describe.stdout)
     return found
 
 

@@ -11,7 +11,7 @@ from support.families import config_of
 from shardwise.config.schema import Run
 from shardwise.foresight.plan.sketch import sketch, sketch_depths
 from shardwise.foresight.rehearse.step import Rehearsal, rehearse
-from shardwise.foresight.rehearse.subprocess import apart
+from shardwise.foresight.rehearse.subprocess import run_isolated
 from shardwise.foresight.rehearse.tally import Tally, tally_of
 from shardwise.nn.models.source import ModelSource, config_from
 
@@ -38,7 +38,7 @@ def whole(source: ModelSource, run: Run, ranks: int) -> Tally:
         found: Rehearsal = rehearse(source, run, 0, ranks, micro_batches=2)
         return tally_of(found, LAYERS)
 
-    return apart(one)
+    return run_isolated(one)
 
 
 def flops(counts: dict[Any, float]) -> float:

@@ -66,9 +66,9 @@ def test_a_remedy_names_how_many() -> None:
     before = on((every.peak + none.peak) / 2 / 2**30 * 1.03, recompute="none")
     found = [one for one in remedies(SOURCE, before.run, before.cluster, before) if "recompute" in one.settings]
     (one,) = [one for one in found if one.settings.keys() == {"recompute", "recompute_blocks"}]
-    assert 3 <= one.settings["recompute_blocks"] <= 7 and one.found.fits
-    assert "recompute=full recompute_blocks=" in one.told(before)
-    assert one.found.time.seconds < every.time.seconds
+    assert 3 <= one.settings["recompute_blocks"] <= 7 and one.estimate.fits
+    assert "recompute=full recompute_blocks=" in one.describe(before)
+    assert one.estimate.time.seconds < every.time.seconds
 
 
 def test_lightly_where_that_is_enough() -> None:

@@ -33,7 +33,7 @@ def test_results_mistakes_and_failures(gpu: bool, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(apart, "beside_gpu", lambda: gpu)
     try:
         words = ["one", "mistake", "failure", "dies", "two"]
-        one, mistake, failure, dead, two = apart.apart_all(told, [(word,) for word in words], 2)
+        one, mistake, failure, dead, two = apart.run_all_isolated(told, [(word,) for word in words], 2)
         assert one[0] == "one" and two[0] == "two"  # type: ignore[index]
         assert (one[1] == os.getpid()) is not gpu  # type: ignore[index]
         assert (one[2] == "") is gpu  # type: ignore[index]
@@ -41,10 +41,10 @@ def test_results_mistakes_and_failures(gpu: bool, monkeypatch: pytest.MonkeyPatc
         assert isinstance(failure, RunFailed) and "ValueError" in str(failure)
         assert isinstance(dead, RunFailed) and "exit code 3" in str(dead)
         with pytest.raises(UserError):
-            apart.apart(told, "mistake")
+            apart.run_isolated(told, "mistake")
         if gpu:
             torch.ones(3, requires_grad=True).sum().backward()
-            assert apart.apart(learned, 0) == 6.0
+            assert apart.run_isolated(learned, 0) == 6.0
     finally:
         apart.end_helper()
 
@@ -56,7 +56,7 @@ def test_a_helper_that_dies_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None
         assert first is not None and first is apart.ready_helper()
         first.process.kill()
         first.process.wait()
-        assert apart.apart(told, "one")[0] == "one" and apart.ready_helper() is not first
+        assert apart.run_isolated(told, "one")[0] == "one" and apart.ready_helper() is not first
         last = apart.ready_helper()
         apart.end_helper()
         assert last is not None and last.process.poll() is not None

@@ -16,19 +16,23 @@ PEAK = 0.01  # how far a rehearsed peak may be from a real one
 QUICK: dict[str, tuple[str, int, dict[str, Any]]] = {
     "zero-3": ("llama", 2, {"parallel__zero": 3}),
     "tensor": ("llama", 2, {"parallel__tensor": 2}),
-    "fp8": ("llama", 2, {"parallel__zero": 3, "precision": "bf16", "fp8": {"recipe": "tensorwise", "least": 16}}),
+    "fp8": (
+        "llama",
+        2,
+        {"parallel__zero": 3, "precision": "bf16", "fp8": {"recipe": "tensorwise", "min_features": 16}},
+    ),
 }
 SLOW: dict[str, tuple[str, int, dict[str, Any]]] = {
     "zero-0": ("llama", 2, {"parallel__zero": 0}),
     "zero-1": ("gpt2", 2, {"parallel__zero": 1}),
     "zero-2": ("qwen3", 2, {"parallel__zero": 2}),
-    "hybrid": ("llama", 4, {"parallel__zero": 3, "parallel__shard": 2}),
+    "hybrid": ("llama", 4, {"parallel__zero": 3, "parallel__dp_shard_size": 2}),
     "recompute": ("llama", 2, {"parallel__zero": 3, "recompute": "full"}),
     "tensor-pipeline": ("llama", 4, {"parallel__tensor": 2, "parallel__pipeline": 2, "parallel__zero": 1}),
     "ring": ("llama", 2, {"parallel__context": 2}),
     "ulysses": ("llama", 2, {"parallel__context": 2, "parallel__context_kind": "ulysses"}),
     "pipeline": ("gpt2", 2, {"parallel__pipeline": 2}),
-    "interleaved": ("llama", 2, {"parallel__pipeline": 2, "parallel__schedule": "interleaved"}),
+    "interleaved": ("llama", 2, {"parallel__pipeline": 2, "parallel__pipeline_schedule": "interleaved"}),
     "expert": ("mixtral", 2, {"parallel__expert": 2}),
     "joined": ("llama", 2, {"parallel__zero": 3, "parallel__bucket": 300_000, "parallel__prefetch": 0}),
     "ahead": ("llama", 2, {"parallel__zero": 3, "parallel__prefetch": 2}),

@@ -18,10 +18,10 @@ from shardwise.foresight.verify.compare import (
     EXACT,
     ParityDifference,
     Reference,
-    gradient_apart,
+    gradient_difference,
     rounding,
-    together,
-    update_apart,
+    update_difference,
+    worst_difference,
     write_reference,
 )
 from shardwise.foresight.verify.sized import Room, fewer_layers, kinds_within, make_model, tiny_config
@@ -38,7 +38,7 @@ def described(**more: Any) -> Run:
         ({"ranks": 1}, 1),
         ({}, 2),
         ({"ranks": 64}, 2),
-        ({"ranks": 64, "parallel": {"shard": 8}}, 4),
+        ({"ranks": 64, "parallel": {"dp_shard_size": 8}}, 4),
         ({"ranks": 8, "parallel": {"tensor": 8}}, 2),
         ({"ranks": 64, "parallel": {"tensor": 8, "pipeline": 4}}, 8),
         ({"ranks": 32, "parallel": {"tensor": 8, "pipeline": 4}}, 4),
@@ -46,7 +46,7 @@ def described(**more: Any) -> Run:
         ({"ranks": 9, "parallel": {"tensor": 9}}, 3),  # nine heads are not divided by two
         ({"ranks": 12, "parallel": {"tensor": 3, "expert": 4}}, 6),
         ({"ranks": 12, "parallel": {"expert": 3}}, 3),
-        ({"ranks": 16, "parallel": {"zero": 3, "secondary_shard": 8}}, 4),
+        ({"ranks": 16, "parallel": {"zero": 3, "hpz_size": 8}}, 4),
     ],
 )
 def test_the_smallest_world_has_every_axis(run: dict[str, Any], ranks: int) -> None:
@@ -70,7 +70,9 @@ def test_claims_change_one_thing_at_a_time() -> None:
         assert plan.rows % (claim.settings["train.micro_batch_size"] * data) == 0
 
 
-@pytest.mark.parametrize("more", [{"prefetch": 2, "reduce": "bf16"}, {"bucket": 100_000}, {"quantize_weights": True}])
+@pytest.mark.parametrize(
+    "more", [{"prefetch": 2, "reduce_dtype": "bf16"}, {"bucket": 100_000}, {"quantize_weights": True}]
+)
 def test_no_two_claims_have_one_name(more: dict[str, Any]) -> None:
     names = [c.name for c in plan_claims(described(ranks=2, parallel={"zero": 3, **more}), True, "fp32").claims]
     assert len(set(names)) == len(names) and names[-1] == "all settings of ZeRO-3 on 2 ranks"
@@ -79,7 +81,8 @@ def test_no_two_claims_have_one_name(more: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("ranks", "parallel"),
     [(2, {"context": 2}), (9, {"tensor": 9}), (6, {"expert": 3}), (12, {"tensor": 3, "expert": 3}), (1, {}),
-     (24, {"context": 3, "shard": 4}), (64, {"zero": 3, "shard": 16, "secondary_shard": 4}), ("auto", {"pipeline": 3})],
+     (24, {"context": 3, "dp_shard_size": 4}),
+     (64, {"zero": 3, "dp_shard_size": 16, "hpz_size": 4}), ("auto", {"pipeline": 3})],
 )  # fmt: skip
 @pytest.mark.parametrize("batch", [1, 8])
 def test_every_claim_is_a_run_that_divides(ranks: int | str, parallel: dict[str, Any], batch: int) -> None:
@@ -91,7 +94,7 @@ def test_every_claim_is_a_run_that_divides(ranks: int | str, parallel: dict[str,
         spread, rest = divmod(claim.ranks, math.prod(inner))
         assert not rest and plan.rows % (claim.settings["train.micro_batch_size"] * spread) == 0, claim
         assert (claim.ranks // inner[2]) % claim.settings.get("parallel.expert", 1) == 0
-        assert (spread * inner[1]) % claim.settings.get("parallel.shard", 1) == 0
+        assert (spread * inner[1]) % claim.settings.get("parallel.dp_shard_size", 1) == 0
 
 
 def test_fewer_layers_of_each_kind() -> None:
@@ -113,7 +116,11 @@ def test_widths_stay_where_there_is_room(tmp_path: Path) -> None:
     deep = make_model(source, tmp_path / "deep", room, None, full=False, stages=4)
     tiny = make_model(source, tmp_path / "tiny", replace(room, memory=1000), None, full=False, stages=1)
     whole = make_model(source, tmp_path / "whole", room, None, full=True, stages=1)
-    assert "2 layers, real widths" in real.told and "4 layers" in deep.told and "a tiny llama" in tiny.told
+    assert (
+        "2 layers, real widths" in real.description
+        and "4 layers" in deep.description
+        and "a tiny llama" in tiny.description
+    )
     assert real.parameters < deep.parameters < whole.parameters
     kept = tiny_config(config, 2)
     assert kept.vocab_size == config.vocab_size and kept.max_position_embeddings == config.max_position_embeddings
@@ -123,13 +130,13 @@ def test_widths_stay_where_there_is_room(tmp_path: Path) -> None:
 
 def test_gradients_apart() -> None:
     theirs = torch.tensor([1.0, -2.0, 0.5])
-    assert gradient_apart(theirs.clone(), theirs, 2.0) == 0
-    assert gradient_apart(theirs + 0.02, theirs, 2.0) == pytest.approx(0.01, rel=1e-3)
-    assert gradient_apart(None, theirs, 2.0) == gradient_apart(theirs[:2], theirs, 2.0) == float("inf")
-    assert gradient_apart(theirs * float("nan"), theirs, 2.0) == float("inf")
-    assert gradient_apart(None, torch.zeros(3), 2.0) == 0
+    assert gradient_difference(theirs.clone(), theirs, 2.0) == 0
+    assert gradient_difference(theirs + 0.02, theirs, 2.0) == pytest.approx(0.01, rel=1e-3)
+    assert gradient_difference(None, theirs, 2.0) == gradient_difference(theirs[:2], theirs, 2.0) == float("inf")
+    assert gradient_difference(theirs * float("nan"), theirs, 2.0) == float("inf")
+    assert gradient_difference(None, torch.zeros(3), 2.0) == 0
     noise = torch.full((3,), 1e-9)
-    assert gradient_apart(-noise, noise, 1.0) < EXACT.gradient  # rounding around no gradient at all
+    assert gradient_difference(-noise, noise, 1.0) < EXACT.gradient  # rounding around no gradient at all
 
 
 def test_updates_apart() -> None:
@@ -138,21 +145,21 @@ def test_updates_apart() -> None:
     theirs = before - 1e-3 * gradient.sign()
     ours = theirs.clone()
     ours[2] = 1e-3
-    assert update_apart(ours, theirs, gradient, 1e-3, 1.0) == 0
-    assert update_apart(before, theirs, gradient, 1e-3, 1.0) == pytest.approx(1.0)
+    assert update_difference(ours, theirs, gradient, 1e-3, 1.0) == 0
+    assert update_difference(before, theirs, gradient, 1e-3, 1.0) == pytest.approx(1.0)
     one = torch.ones(4)
-    assert update_apart(one - 1e-7, one, gradient, 1e-6, 1.0) == 0  # a small rate on large weights
+    assert update_difference(one - 1e-7, one, gradient, 1e-6, 1.0) == 0  # a small rate on large weights
 
 
 def test_the_worst_rank_counts() -> None:
     good = ParityDifference(1e-7, 1e-7, 1e-6, "a", 1e-7, "a", 1e-7)
     bad = replace(good, gradient=0.5, worst="b", first="b")
     ranks = [{"difference": vars(one), "names": ["a", "b"]} for one in (good, bad)]
-    found = together(ranks, ["a", "b"])
+    found = worst_difference(ranks, ["a", "b"])
     assert found.rank == 1 and found.trouble(EXACT).startswith("gradients: b is the first that differs")
     assert "on rank 1" in found.trouble(EXACT)
-    assert not together([ranks[0]], ["a", "b"]).trouble(EXACT)
-    assert together([ranks[0]], ["a", "b", "c"]).trouble(EXACT) == "no rank trains c"
+    assert not worst_difference([ranks[0]], ["a", "b"]).trouble(EXACT)
+    assert worst_difference([ranks[0]], ["a", "b", "c"]).trouble(EXACT) == "no rank trains c"
     frozen = replace(good, after=0.1)
     assert "after one update" in frozen.trouble(EXACT)
     assert ParityDifference(float("inf"), 0.0, 0.0).trouble(EXACT)

@@ -21,6 +21,7 @@ ZERO = {"parallel__zero": 3, "ranks": 2}
 QUICK: list[tuple[str, dict[str, Any], str]] = [
     ("softcap_dropped", {"ranks": 1, "family": "gemma2"}, "model and loss"),
     ("mean_of_means", {"ranks": 1}, "accumulation"),
+    ("a_block_left_unsharded", ZERO, "ZeRO-3 on 2 ranks"),  # the trial and rehearsals notice it: test_one_assembly.py
     ("no_sum_over_ranks", ZERO | {"parallel__zero": 0}, "data parallel on 2 ranks"),
 ]
 SLOW: list[tuple[str, dict[str, Any], str]] = [
@@ -72,5 +73,5 @@ def test_the_broken_claim_is_named(
     difference = certificate.failure.difference
     if bug == "softcap_dropped":  # noticed before the first step, on the model as it is built
         assert "predicts something else than with eager attention" in certificate.failure.why
-    elif bug != "updates_never_gathered":
+    elif bug not in ("updates_never_gathered", "a_block_left_unsharded"):  # these end in an error
         assert difference is not None and difference.first and difference.first in certificate.failure.why

@@ -25,7 +25,7 @@ from shardwise.foresight.verify.certificate import OPEN, PASS, Certificate
 OWN = {"bert": ("masked", "texts"), "t5": ("seq2seq", "pairs")}
 TP_PP = {"parallel__tensor": 2, "parallel__pipeline": 2}
 CPU = {"optimizer": "cpu", "parameters": "cpu", "activations": "cpu"}
-PLUS = {"secondary_shard": 2, "quantize_weights": True, "quantize_gradients": True}
+PLUS = {"hpz_size": 2, "quantize_weights": True, "quantize_gradients": True}
 
 
 def zero(stage: int, **more: Any) -> dict[str, Any]:
@@ -42,14 +42,15 @@ SLOW: list[tuple[str, dict[str, Any], list[str]]] = [
     ("llama", zero(3) | {"ranks": 2, "offload": CPU, "recompute": "full"}, ["recompute", "offload"]),
     ("t5", TP_PP | {"ranks": 4}, ["tensor 2 × pipeline 2 on 4 ranks"]),
     ("bert", TP_PP | {"ranks": 4}, ["tensor 2 × pipeline 2 on 4 ranks"]),
-    ("llama", zero(2, shard=2) | {"ranks": 4, "train__micro_batch_size": 1}, ["ZeRO-2 hybrid on 2 × 2 ranks"]),
+    ("llama", zero(2, dp_shard_size=2) | {"ranks": 4, "train__micro_batch_size": 1}, ["ZeRO-2 hybrid on 2 × 2 ranks"]),
     ("llama", zero(3, **PLUS) | {"ranks": 4, "train__micro_batch_size": 1},
      ["ZeRO++ hpZ on 4 ranks", "ZeRO++ qwZ on 2 ranks", "ZeRO++ qgZ on 2 ranks"]),
     ("llama", zero(3) | {"ranks": 2, "offload": {"optimizer": "disk", "parameters": "disk"}}, ["offload"]),
     ("llama", zero(3) | {"ranks": 2, "method": {"type": "lora", "rank": 4, "dropout": 0.1}}, ["packing"]),
     ("llama", zero(3) | {"ranks": 2, "method": {"type": "qlora", "rank": 4}}, ["ZeRO-3 on 2 ranks"]),
     ("llama", zero(1) | {"ranks": 2, "train__optimizer": "lion"}, ["ZeRO-1 on 2 ranks"]),
-    ("llama", {"ranks": 1, "train__in_backward": True, "train__clip": None}, ["updates in backward"]),
+    ("llama", {"ranks": 1, "train__optimizer_in_backward": True, "train__max_grad_norm": None},
+     ["updates in backward"]),
     ("mixtral", zero(1, context=2, expert=2) | TP_PP | {"ranks": 8},
      ["context 2 (ring)", "expert 2", "tensor 2 × context 2 × pipeline 2 × expert 2 × ZeRO-1 on 8 ranks"]),
 ]  # fmt: skip

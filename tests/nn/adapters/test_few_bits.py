@@ -11,7 +11,7 @@ from support import adapters
 from support.ranks import run_ranks
 from support.tiny import GPT2, LLAMA, saved_model, tiny_run
 
-from shardwise.checkpoint.hf import export_checkpoint, find_checkpoint
+from shardwise.checkpoint.hf import ExportOptions, export_checkpoint, find_checkpoint
 from shardwise.export.inference import load_for_inference
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -45,7 +45,7 @@ def test_every_stage_trains_alike(tmp_path: Path) -> None:
             mine = sum(result[name, kind][1]["held"]["frozen"] for result in results)
             assert mine == pytest.approx(results[0][name, "0"][1]["held"]["frozen"], rel=0.02)
     worn = load_for_inference(str(tmp_path / "nf4-3"))[0]
-    target = export_checkpoint(find_checkpoint(tmp_path / "nf4-3"), tmp_path / "merged", merged=True)
+    target = export_checkpoint(find_checkpoint(tmp_path / "nf4-3"), tmp_path / "merged", ExportOptions(merged=True))
     whole = load_for_inference(str(target))[0]
     with torch.no_grad():
         difference = worn(input_ids=adapters.IDS).logits - whole(input_ids=adapters.IDS).logits

@@ -14,7 +14,7 @@ from support import adapters, cli
 from support.ranks import run_ranks
 from support.tiny import GPT2, LLAMA, TIED, saved_model, tiny_run
 
-from shardwise.checkpoint.hf import export_checkpoint, find_checkpoint
+from shardwise.checkpoint.hf import ExportOptions, export_checkpoint, find_checkpoint
 from shardwise.core.errors import UserError
 from shardwise.export.check import Mismatch, compare, load_folder
 from shardwise.export.command import export_folder
@@ -26,7 +26,7 @@ BOUND = 1e-5
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "lora": ("llama", {"method": {"type": "lora", "rank": 4}, "export__merged": True}),
     "dora": ("gpt2", {"method": {"type": "lora", "rank": 4, "dora": True}}),
-    "also": ("tied", {"method": {"type": "lora", "rank": 4, "also": ["lm_head"]}}),
+    "also": ("tied", {"method": {"type": "lora", "rank": 4, "modules_to_save": ["lm_head"]}}),
     "ia3": ("gpt2", {"method": "ia3"}),
     "freeze": ("llama", {"freeze": ["embed_tokens", "*.0.*"]}),
 }
@@ -70,7 +70,9 @@ def pretrained(folder: Path) -> Any:
 @pytest.mark.parametrize("case", [c for c in CASES if c != "freeze"])
 def test_merged_is_the_same_model(tmp: Path, trained: dict[str, Path], case: str) -> None:
     """Base and adapter as one folder, in files of a few KB: the logits of the worn adapter."""
-    target = export_checkpoint(find_checkpoint(trained[case]), tmp / f"{case}-merged", shard_size=50_000, merged=True)
+    target = export_checkpoint(
+        find_checkpoint(trained[case]), tmp / f"{case}-merged", ExportOptions(shard_size=50_000, merged=True)
+    )
     assert len(list(target.glob("model-*.safetensors"))) > 2 and not (target / "adapter_config.json").exists()
     worn = logits(load_for_inference(str(trained[case]))[0])
     assert (logits(pretrained(target)) - worn).abs().max() <= BOUND
@@ -119,7 +121,9 @@ def test_a_partly_frozen_model_is_exported_whole(tmp: Path, trained: dict[str, P
 
 def test_several_adapters_on_one_base(tmp: Path, trained: dict[str, Path]) -> None:
     """Each is worn as if it were alone, in any order, and the base comes back as it was."""
-    run_ranks(adapters.train, 1, a_run(tmp, "dora", "second", method={"type": "lora", "rank": 2, "targets": "c_attn"}))
+    run_ranks(
+        adapters.train, 1, a_run(tmp, "dora", "second", method={"type": "lora", "rank": 2, "target_modules": "c_attn"})
+    )
     folders = {"first": trained["dora"] / "model", "second": tmp / "second/model", "third": trained["ia3"] / "model"}
     alone = {name: logits(load_for_inference(str(folder))[0]) for name, folder in folders.items()}
     model = pretrained(tmp / "gpt2")
@@ -190,7 +194,9 @@ def test_a_new_head_is_trained_and_handed_over(tmp: Path, objective: str) -> Non
     head = "classifier.weight" if objective == "classify" else "cls.predictions.bias"
     assert head in facts["stored"] and "bert.encoder.layer.0.attention.self.query.lora_A" in facts["stored"]
     worn = load_for_inference(str(tmp / objective), talks=False)[0]
-    target = export_checkpoint(find_checkpoint(tmp / objective), tmp / f"{objective}-merged", merged=True)
+    target = export_checkpoint(
+        find_checkpoint(tmp / objective), tmp / f"{objective}-merged", ExportOptions(merged=True)
+    )
     kind = AutoModelForSequenceClassification if objective == "classify" else AutoModelForMaskedLM
     model, report = kind.from_pretrained(target, output_loading_info=True)
     assert not report["missing_keys"]

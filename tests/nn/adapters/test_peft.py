@@ -21,13 +21,13 @@ peft = pytest.importorskip("peft")
 CONFIGS = {"llama": LLAMA, "tied": TIED, "gpt2": GPT2}
 BOUND = 1e-6
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "lora": ("llama", {"type": "lora", "rank": 4, "ranks": {"*.1.*": 6}, "alpha": 5.5}),
-    "rslora": ("gpt2", {"type": "lora", "rank": 4, "rslora": True, "targets": ["c_attn", "mlp.c_proj"]}),
-    "dora": ("llama", {"type": "lora", "rank": 4, "dora": True, "also": ["lm_head"]}),
+    "lora": ("llama", {"type": "lora", "rank": 4, "rank_pattern": {"*.1.*": 6}, "alpha": 5.5}),
+    "rslora": ("gpt2", {"type": "lora", "rank": 4, "rslora": True, "target_modules": ["c_attn", "mlp.c_proj"]}),
+    "dora": ("llama", {"type": "lora", "rank": 4, "dora": True, "modules_to_save": ["lm_head"]}),
     "dora-gpt2": ("gpt2", {"type": "lora", "rank": 4, "dora": True}),
     "ia3": ("llama", {"type": "ia3"}),
     "ia3-gpt2": ("gpt2", {"type": "ia3"}),
-    "also-tied": ("tied", {"type": "lora", "rank": 4, "also": ["lm_head"]}),
+    "also-tied": ("tied", {"type": "lora", "rank": 4, "modules_to_save": ["lm_head"]}),
 }
 THEIRS: dict[str, tuple[str, Any]] = {
     "lora": ("llama", lambda: peft.LoraConfig(r=4, lora_alpha=6, target_modules="all-linear", use_rslora=True,
@@ -138,7 +138,8 @@ def test_training_goes_on_from_what_peft_writes(tmp: Path, theirs: dict[str, Pat
 @pytest.mark.parametrize(
     ("settings", "field"),
     [({"rank": 5}, "method.rank"), ({"alpha": 7}, "method.alpha"), ({"dora": True}, "method.dora"),
-     ({"targets": "q_proj"}, "method.targets"), ({"also": "lm_head"}, "method.also")],
+     ({"target_modules": "q_proj"}, "method.target_modules"),
+     ({"modules_to_save": "lm_head"}, "method.modules_to_save")],
 )  # fmt: skip
 def test_settings_must_not_contradict_the_adapter(
     tmp: Path, theirs: dict[str, Path], settings: dict[str, Any], field: str

@@ -59,14 +59,14 @@ def test_stacks_of_experts_are_named_as_left_out(tmp: Path) -> None:
     [("q_proj", 3), (["q_proj", "v_proj"], 6), ("*.mlp.*", 9), ("layers.1.self_attn.o_proj", 1), ("lm_head", 1)],
 )
 def test_patterns(tmp: Path, targets: Any, count: int) -> None:
-    model, adapted = applied(tmp, "llama", method={"type": "lora", "targets": targets})
+    model, adapted = applied(tmp, "llama", method={"type": "lora", "target_modules": targets})
     assert adapted.plan is not None and len(adapted.plan.targets) == count
     assert sum(isinstance(m, LoraLayer) for m in model.modules()) == count
 
 
 def test_ranks_and_scales(tmp: Path) -> None:
     """The last pattern that matches decides; alpha is 2 × rank; rslora divides by the root."""
-    method = {"type": "lora", "rank": 8, "ranks": {"*.mlp.*": 4, "*.mlp.down_proj": 2}}
+    method = {"type": "lora", "rank": 8, "rank_pattern": {"*.mlp.*": 4, "*.mlp.down_proj": 2}}
     model, adapted = applied(tmp, "llama", method=method)
     plan = adapted.plan
     assert plan is not None
@@ -80,7 +80,7 @@ def test_ranks_and_scales(tmp: Path) -> None:
 
 def test_modules_trained_whole(tmp: Path) -> None:
     """They are trained beside the adapters, and not adapted; tied ones are one parameter."""
-    model, adapted = applied(tmp, "tied", method={"type": "lora", "also": ["lm_head", "layers.2.mlp"]})
+    model, adapted = applied(tmp, "tied", method={"type": "lora", "modules_to_save": ["lm_head", "layers.2.mlp"]})
     assert adapted.plan is not None and not any("layers.2.mlp" in n for n in adapted.plan.targets)
     trained = {n for n, p in model.named_parameters() if p.requires_grad}
     assert {"model.embed_tokens.weight", "model.layers.2.mlp.up_proj.weight"} <= trained
@@ -90,16 +90,20 @@ def test_modules_trained_whole(tmp: Path) -> None:
 
 
 MISTAKES: list[tuple[str, dict[str, Any], str]] = [
-    ("llama", {"method": {"type": "lora", "targets": "q_prj"}}, "method.targets.*did you mean q_proj"),
-    ("llama", {"method": {"type": "lora", "targets": "embed_tokens"}}, "no linear layer"),
-    ("tied", {"method": {"type": "lora", "targets": "lm_head"}}, "shares its weight with model.embed_tokens"),
-    ("llama", {"method": {"type": "lora", "also": "lm_haed"}}, "method.also.*did you mean lm_head"),
-    ("llama", {"method": {"type": "lora", "ranks": {"k_prj": 2}}}, "method.ranks.*matches none"),
-    ("llama", {"method": {"type": "ia3", "targets": "q_prj"}}, "did you mean q_proj"),
+    ("llama", {"method": {"type": "lora", "target_modules": "q_prj"}}, "method.target_modules.*did you mean q_proj"),
+    ("llama", {"method": {"type": "lora", "target_modules": "embed_tokens"}}, "no linear layer"),
+    ("tied", {"method": {"type": "lora", "target_modules": "lm_head"}}, "shares its weight with model.embed_tokens"),
+    (
+        "llama",
+        {"method": {"type": "lora", "modules_to_save": "lm_haed"}},
+        "method.modules_to_save.*did you mean lm_head",
+    ),
+    ("llama", {"method": {"type": "lora", "rank_pattern": {"k_prj": 2}}}, "method.rank_pattern.*matches none"),
+    ("llama", {"method": {"type": "ia3", "target_modules": "q_prj"}}, "did you mean q_proj"),
     ("llama", {"freeze": "emb_tokens"}, "freeze.*did you mean embed_tokens"),
     ("llama", {"freeze": "nothing"}, "e.g. embed_tokens, q_proj, k_proj"),
-    ("llama", {"method": {"type": "lora", "targets": "all-linear"}}, "write targets: linear"),
-    ("llama", {"method": {"type": "lora", "targets": ["linear"]}}, "write targets: linear"),
+    ("llama", {"method": {"type": "lora", "target_modules": "all-linear"}}, "write target_modules: linear"),
+    ("llama", {"method": {"type": "lora", "target_modules": ["linear"]}}, "write target_modules: linear"),
     ("llama", {"freeze": "*"}, "leaves nothing to train"),
     ("llama", {"method": "lora", "freeze": "lm_head"}, "no parameter that is trained"),
     ("llama", {"export__merged": True}, "no adapter to merge"),

@@ -213,8 +213,9 @@ def test_hybrid_and_hpz_on_four_ranks(
     precision: str, folders: dict[str, str], tmp_path: Path, cpu_precision_env: dict[str, str]
 ) -> None:
     layouts = [
-        {"zero": 0}, {"zero": 3}, {"zero": 3, "shard": 2}, {"zero": 2, "shard": 2}, {"zero": 3, "secondary_shard": 2},
-        {"zero": 3, "secondary_shard": 2, "quantize_weights": True},
+        {"zero": 0}, {"zero": 3}, {"zero": 3, "dp_shard_size": 2}, {"zero": 2, "dp_shard_size": 2},
+        {"zero": 3, "hpz_size": 2},
+        {"zero": 3, "hpz_size": 2, "quantize_weights": True},
     ]  # fmt: skip
     divided = [1, 4, 2, 1, 4, 4]
     runs = [run | {"precision": precision} for run in runs_of(tmp_path, folders["llama"], layouts)]

@@ -13,7 +13,7 @@ from support.tiny import GPT2, LLAMA, saved_model, tiny_run
 
 MODELS = {"llama": LLAMA, "gpt2": GPT2}
 METHODS: dict[str, dict[str, Any]] = {
-    "lora": {"method": {"type": "lora", "rank": 4, "ranks": {"*.1.*": 6}, "rslora": True}},
+    "lora": {"method": {"type": "lora", "rank": 4, "rank_pattern": {"*.1.*": 6}, "rslora": True}},
     "dora": {"method": {"type": "lora", "rank": 4, "dora": True}},
     "ia3": {"method": "ia3", "train__learning_rate": 0.05},
     "freeze": {"freeze": ["embed_tokens", "wte", "*.0.*"]},
@@ -177,10 +177,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "host": {"offload__optimizer": "cpu"},
     "disk": {"offload__optimizer": "disk", "offload__parameters": "disk", "parallel__zero": 3},
     "shelf": {"offload__optimizer": "cpu", "offload__parameters": "cpu", "parallel__zero": 3},
-    "in_backward": {"train__in_backward": True, "train__clip": None},
+    "optimizer_in_backward": {"train__optimizer_in_backward": True, "train__max_grad_norm": None},
     "recompute": {"recompute": "full", "parallel__zero": 3},
     "bucket": {"parallel__bucket": 20_000, "parallel__zero": 3},
-    "hpz": {"parallel__secondary_shard": 1, "parallel__zero": 3},
+    "hpz": {"parallel__hpz_size": 1, "parallel__zero": 3},
     "dropout": {"method": {"type": "lora", "dropout": 0.5}},
 }
 ROUNDED = {
@@ -193,17 +193,20 @@ def test_other_settings_go_with_frozen_parameters(tmp: Path) -> None:
     """Offload, updates in backward, recomputation, buckets and ZeRO++: the same losses as without."""
 
     def run(name: str, changes: dict[str, Any]) -> dict[str, Any]:
-        settings: dict[str, Any] = {"method": {"type": "lora", "dora": True, "also": ["lm_head"]}, "ranks": 2} | changes
+        settings: dict[str, Any] = {
+            "method": {"type": "lora", "dora": True, "modules_to_save": ["lm_head"]},
+            "ranks": 2,
+        } | changes
         return tiny_run(tmp, str(tmp / "llama"), train__steps=3, train__micro_batch_size=3,
                         output=str(tmp / f"with-{name}"), **settings)  # fmt: skip
 
-    asked = {"plain": {}, "unclipped": {"train__clip": None}} | VARIANTS | ROUNDED
+    asked = {"plain": {}, "unclipped": {"train__max_grad_norm": None}} | VARIANTS | ROUNDED
     results = run_ranks(adapters.train_each, 2, {name: run(name, changes) for name, changes in asked.items()})[0]
     for name, (losses, _) in results.items():
         if name == "dropout":
             assert losses[1:] != pytest.approx(results["plain"][0][1:], abs=1e-4)
             continue
-        plain = results["unclipped" if name in ("unclipped", "in_backward") else "plain"][0]
+        plain = results["unclipped" if name in ("unclipped", "optimizer_in_backward") else "plain"][0]
         assert losses == pytest.approx(plain, abs=2e-2 if name in ROUNDED else BOUND), name
 
 

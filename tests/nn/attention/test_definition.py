@@ -89,3 +89,9 @@ def test_a_slower_path_is_reported(tmp_path: Path) -> None:
     job, said = prepared(tmp_path, {"model_type": "gpt_neo", "vocab_size": 515} | sizes)
     assert job.source.attention == "eager"
     assert any("attention: eager, which is slower" in line for line in said)
+
+
+def test_blocks_whose_forward_is_called_directly_are_named() -> None:
+    """SqueezeBERT's encoder calls `layer.forward(…)`: FSDP would gather nothing."""
+    assert path_for(source("squeezebert", "masked"), "padded").bypassed.endswith("layers.0")
+    assert not path_for(source("bert", "masked"), "padded").bypassed

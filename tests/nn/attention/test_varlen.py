@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import random
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +14,7 @@ from support import packed
 from support.ranks import run_ranks
 from support.tiny import tiny_run, tokenizer_folder
 from torch import nn
+from transformers import LlamaConfig
 
 from shardwise.core.errors import UserError
 from shardwise.data.documents import Documents
@@ -312,7 +312,9 @@ def test_states_are_refused() -> None:
 
 def test_models_that_attend_by_other_means_are_left_alone() -> None:
     class Flash(nn.Module):
-        config = SimpleNamespace(_attn_implementation="flash_attention_2")
+        config = LlamaConfig()
+
+    Flash.config._attn_implementation = "flash_attention_2"
 
     assert not attention.install(Flash())
 

@@ -101,7 +101,9 @@ def test_layers_of_blocks_are_chosen() -> None:
     model = Model().bfloat16()
     blocks = [(f"layers.{n}", layer) for n, layer in enumerate(model.layers)]
     names = set(model.state_dict())
-    chosen = use_float8(model, blocks, Fp8(recipe="tensorwise", least=32, keep=("layers.1.up",)))
+    chosen = use_float8(
+        model, blocks, Fp8(recipe="tensorwise", min_features=32, modules_to_not_convert=("layers.1.up",))
+    )
     assert chosen == ["layers.0.up", "layers.0.turned", "layers.1.turned"] and set(model.state_dict()) == names
     assert isinstance(model.layers[0]["up"], nn.Linear) and isinstance(model.layers[0]["turned"], Conv1D)  # type: ignore[index]
     assert "fp8 tensorwise" in repr(model)
@@ -116,7 +118,10 @@ def test_layers_of_blocks_are_chosen() -> None:
 
 @pytest.mark.parametrize(
     ("changes", "said"),
-    [({"least": 4096}, "no linear layer"), ({"least": 16, "keep": ("nowhere",)}, "nowhere")],
+    [
+        ({"min_features": 4096}, "no linear layer"),
+        ({"min_features": 16, "modules_to_not_convert": ("nowhere",)}, "nowhere"),
+    ],
 )
 def test_nothing_to_round_is_a_mistake(changes: dict[str, Any], said: str) -> None:
     model = Model()

@@ -31,7 +31,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory, cpu_precision_env: dict[str,
         if key not in made:
             output = str(tmp / "-".join(map(str, key)))
             values = tiny_run(
-                tmp, precision=precision, parallel__zero=stage, train__clip=clip, train__steps=6, output=output
+                tmp, precision=precision, parallel__zero=stage, train__max_grad_norm=clip, train__steps=6, output=output
             )
             made[key] = run_ranks(scenarios.train, ranks, values, env=cpu_precision_env)[0]
         return made[key]
@@ -59,7 +59,7 @@ def test_offloaded_equals_plain(
 ) -> None:  # fmt: skip
     optimizer, parameters = where.split("+") if "+" in where else (where, "none")
     run = tiny_run(
-        tmp_path, precision=precision, parallel__zero=stage, train__clip=clip, train__steps=6,
+        tmp_path, precision=precision, parallel__zero=stage, train__max_grad_norm=clip, train__steps=6,
         offload__optimizer=optimizer, offload__parameters=parameters,
     )  # fmt: skip
     results = run_ranks(scenarios.train, ranks, run, env=cpu_precision_env)

@@ -44,7 +44,7 @@ def test_held_by_place(offload: dict[str, Any], expected: dict[str, float]) -> N
 def test_coded_states_and_freed_gradients() -> None:
     run = a_run(
         parallel={"zero": 3}, offload={"optimizer": "cpu"},
-        train={"optimizer": "adamw8bit", "in_backward": True, "clip": None},
+        train={"optimizer": "adamw8bit", "optimizer_in_backward": True, "max_grad_norm": None},
     )  # fmt: skip
     assert total(run) == pytest.approx({"device": 2.0, "cpu": 4.08})
 
@@ -61,14 +61,14 @@ def test_what_is_not_decided_yet_is_said_so() -> None:
 @pytest.mark.parametrize(
     ("parallel", "ranks", "shard", "bytes_"),
     [
-        ({"secondary_shard": 2}, 2, 4, 2 / 2),
-        ({"secondary_shard": 2, "quantize_weights": True}, 2, 4, 1 / 2),
-        ({"secondary_shard": 1}, 4, 4, 2.0),  # a whole copy
-        ({"secondary_shard": 4}, 4, 4, 0.0),
+        ({"hpz_size": 2}, 2, 4, 2 / 2),
+        ({"hpz_size": 2, "quantize_weights": True}, 2, 4, 1 / 2),
+        ({"hpz_size": 1}, 4, 4, 2.0),  # a whole copy
+        ({"hpz_size": 4}, 4, 4, 0.0),
         ({"quantize_gradients": True}, 4, 4, 2.0),  # one node: one hop, over whole gradients
         ({"quantize_gradients": True}, 1, 4, 2.0),
         ({"quantize_gradients": True}, 2, 4, 2 / 2),
-        ({"quantize_gradients": True, "gradient_feedback": False}, 2, 4, 0.0),
+        ({"quantize_gradients": True, "error_feedback": False}, 2, 4, 0.0),
         ({"quantize_gradients": True}, 1, 1, 0.0),
     ],
 )
@@ -78,20 +78,20 @@ def test_zeropp_is_in_the_account(parallel: dict[str, Any], ranks: int, shard: i
 
 
 def test_the_plan_has_the_widths_and_says_what_does_nothing() -> None:
-    both = Parallel(zero=3, quantize_gradients=True, secondary_shard=4)
+    both = Parallel(zero=3, quantize_gradients=True, hpz_size=4)
     assert describe_collectives(both, 4, 4).startswith("; reduces in 4 bits, adding what rounding lost (qgZ); hpZ does")
     assert "reduces in 4 bits between nodes, 8 within" in describe_collectives(both, 4, 2)
     assert "reduces in 4 bits, " in describe_collectives(both, 4, 1)
-    assert "hpZ does nothing: secondary_shard 4 is the whole shard group" in describe_collectives(both, 4, 2)
+    assert "hpZ does nothing: hpz_size 4 is the whole shard group" in describe_collectives(both, 4, 2)
     assert "then within 4 ranks (hpZ)" in describe_collectives(both, 8, 4)
-    assert "keeps all of it on every rank (hpZ)" in describe_collectives(Parallel(zero=3, secondary_shard=1), 8, 4)
+    assert "keeps all of it on every rank (hpZ)" in describe_collectives(Parallel(zero=3, hpz_size=1), 8, 4)
     assert describe_collectives(Parallel(zero=3), 4, 4) == ""
 
 
 def test_eager_share() -> None:
     away = {"optimizer": "cpu"}
     assert eager_share(a_run(offload=away)) == 0.0, "clipping must see all gradients first"
-    assert 0 < eager_share(a_run(offload=away, train={"clip": None})) < 1
-    assert eager_share(a_run(offload=away, train={"clip": None}, precision="fp16")) == 0.0
-    assert eager_share(a_run(train={"clip": None, "in_backward": True})) == 1.0
-    assert eager_share(a_run(train={"clip": None})) == 0.0
+    assert 0 < eager_share(a_run(offload=away, train={"max_grad_norm": None})) < 1
+    assert eager_share(a_run(offload=away, train={"max_grad_norm": None}, precision="fp16")) == 0.0
+    assert eager_share(a_run(train={"max_grad_norm": None, "optimizer_in_backward": True})) == 1.0
+    assert eager_share(a_run(train={"max_grad_norm": None})) == 0.0

@@ -57,7 +57,7 @@ def test_biases_left_open() -> None:
     assert frozen.bias_update == 0.0 and frozen.why["bias_update"] == "the routers are frozen"
     adapter = Run.model_validate({"model": "m", "data": {"train": "x"}, "method": "lora"})
     assert choose(adapter, DEEPSEEK, model()).bias_update == 0.0
-    apart = Run.model_validate({"model": "m", "data": {"train": "x"}, "apart": {"meet": "h:1"}})
+    apart = Run.model_validate({"model": "m", "data": {"train": "x"}, "diloco": {"server": "h:1"}})
     assert choose(apart, DEEPSEEK, model()).bias_update == 0.0
 
 

@@ -100,9 +100,9 @@ def test_resumed_they_are_the_same_bits(straight: dict[str, Any], folder: Path, 
 
 
 def test_exported_in_bf16_the_bias_is_fp32(straight: dict[str, Any], folder: Path) -> None:
-    from shardwise.checkpoint.hf import export_checkpoint
+    from shardwise.checkpoint.hf import ExportOptions, export_checkpoint
 
-    export_checkpoint(folder / "straight/checkpoints/step-00000004", folder / "bf16", "bf16")
+    export_checkpoint(folder / "straight/checkpoints/step-00000004", folder / "bf16", ExportOptions(dtype="bf16"))
     tensors = load_file(folder / "bf16/model.safetensors")
     names = set(straight["straight"]["biases"])
     assert {n for n, t in tensors.items() if t.dtype == torch.float32} == names

@@ -38,7 +38,7 @@ def test_wire(stage: int, micro_batches: int, shared: Path) -> None:
 
 def test_wire_of_hybrid_sharding(shared: Path) -> None:
     """Within a group as stage 3; across groups one all-reduce of the shard, on the last micro-batch only."""
-    run = tiny_run(shared, parallel__zero=3, parallel__shard=2, train__micro_batch_size=1)
+    run = tiny_run(shared, parallel__zero=3, parallel__dp_shard_size=2, train__micro_batch_size=1)
     for parameters, wire, _ in run_ranks(scenarios.wire_and_memory, 4, run):
         assert wire["all_gather"] + wire["reduce_scatter"] == pytest.approx(9 * parameters, rel=TOLERANCE)
         assert wire["all_reduce"] == pytest.approx(2 * parameters / 2, rel=TOLERANCE)

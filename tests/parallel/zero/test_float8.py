@@ -19,7 +19,7 @@ from shardwise.parallel.offload.policy import float8_gathers
 from shardwise.parallel.zero.plusplus import describe_collectives
 
 WIDE = LLAMA | {"hidden_size": 64, "intermediate_size": 128}
-HYBRID = {"zero": 3, "shard": 2}
+HYBRID = {"zero": 3, "dp_shard_size": 2}
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +33,7 @@ def a_run(shared: Path, name: str, gather: str, parallel: dict[str, Any], **chan
     """Accumulates, and evaluates in between."""
     model = {"config": changes.pop("config", WIDE), "tokenizer": str(shared / "tokenizer")}
     usual = {
-        "precision": "bf16", "fp8": {"recipe": "tensorwise", "least": 16, "gather": gather}, "train__steps": 4,
+        "precision": "bf16", "fp8": {"recipe": "tensorwise", "min_features": 16, "gather": gather}, "train__steps": 4,
         "data__eval": "5%", "train__eval_every": 2, "train__micro_batch_size": 1,
     }  # fmt: skip
     return tiny_run(shared, model, parallel=parallel, output=str(shared / f"{name}-{gather}"), **(usual | changes))
@@ -49,20 +49,20 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "zero-1": (2, {"zero": 1}, {}),
     "zero-2": (2, {"zero": 2}, {}),
     "hybrid": (4, HYBRID, {}),
-    "hybrid-2": (4, {"zero": 2, "shard": 2}, {}),
+    "hybrid-2": (4, {"zero": 2, "dp_shard_size": 2}, {}),
     "uneven": (3, {"zero": 3}, {}),
-    "hpz": (4, {"zero": 3, "secondary_shard": 2}, {"recompute": "full"}),
+    "hpz": (4, {"zero": 3, "hpz_size": 2}, {"recompute": "full"}),
     "qgz": (2, {"zero": 3, "quantize_gradients": True}, {}),
     "recompute": (2, {"zero": 3}, {"recompute": "full"}),
     "bucket": (2, {"zero": 3, "bucket": 60_000}, {}),
-    "split": (2, {"zero": 3}, {"train__masters": "split"}),
-    "offload": (2, {"zero": 2}, {"offload__optimizer": "cpu", "train__clip": None}),
+    "split": (2, {"zero": 3}, {"train__master_weights": "split"}),
+    "offload": (2, {"zero": 2}, {"offload__optimizer": "cpu", "train__max_grad_norm": None}),
     "disk": (2, {"zero": 3}, {"offload__optimizer": "disk"}),
-    "in-backward": (2, {"zero": 3}, {"train__in_backward": True, "train__clip": None}),
+    "in-backward": (2, {"zero": 3}, {"train__optimizer_in_backward": True, "train__max_grad_norm": None}),
     "gpt2": (2, {"zero": 3}, {"config": config_of("gpt2")}),
     "mixtral": (2, {"zero": 3}, {"config": config_of("mixtral")}),
     "compiled": (2, {"zero": 3}, {"compile": True}),
-    "kept": (2, {"zero": 3}, {"fp8__keep": ["down_proj"]}),
+    "kept": (2, {"zero": 3}, {"fp8__modules_to_not_convert": ["down_proj"]}),
 }
 QUICK = ("zero-1", "hybrid")
 
@@ -155,7 +155,7 @@ def test_one_rank_has_nothing_to_gather() -> None:
     values = {"model": "m", "data": {"train": "x"}, "precision": "fp8", "fp8": {"gather": "fp8"}}
     run = load_run(values | {"train": {"batch_size": 8}, "parallel": {"zero": 3}}).run
     check_parallel(run, 2)
-    for ranks, alone in ((1, run), (2, load_run(values | {"parallel": {"zero": 3, "shard": 1}}).run)):
+    for ranks, alone in ((1, run), (2, load_run(values | {"parallel": {"zero": 3, "dp_shard_size": 1}}).run)):
         with pytest.raises(UserError, match="every rank has the weights whole") as told:
             check_parallel(alone, ranks)
         assert told.value.field == "fp8.gather"

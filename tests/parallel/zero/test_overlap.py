@@ -59,8 +59,8 @@ PAIRS: dict[str, dict[str, Any]] = {
     "states elsewhere": {"offload__optimizer": "cpu"},
 }  # fmt: skip
 PAIRS_OF_FOUR: dict[str, dict[str, Any]] = {
-    "stage 3": {}, "hybrid": {"parallel__shard": 2},
-    "hybrid, stage 2, accumulated": {"parallel__shard": 2, "parallel__zero": 2} | ACCUMULATED,
+    "stage 3": {}, "hybrid": {"parallel__dp_shard_size": 2},
+    "hybrid, stage 2, accumulated": {"parallel__dp_shard_size": 2, "parallel__zero": 2} | ACCUMULATED,
 }  # fmt: skip
 
 
@@ -84,7 +84,7 @@ def test_joined_blocks_travel_together_and_sums_in_bf16_are_rounded(shared: Path
     """Two blocks a unit: fewer collectives; two ranks add in one order only, so the numbers stay."""
     found = trained(shared, 2, {
         "plain": {"parallel__bucket": None}, "joined": {"parallel__bucket": 300_000, "parallel__prefetch": 1},
-        "bf16": {"parallel__reduce": "bf16", "parallel__prefetch": 1},
+        "bf16": {"parallel__reduce_dtype": "bf16", "parallel__prefetch": 1},
     })  # fmt: skip
     plain, joined, rounded = found["plain"], found["joined"], found["bf16"]
     assert plain["events"].count("reduce") == 5 and joined["events"].count("reduce") == 3
@@ -131,7 +131,7 @@ def test_links_decide_what_travels_together_and_how_far_ahead() -> None:
 
 @pytest.mark.parametrize(("settings", "field"), [
     ({"prefetch": -1}, "parallel.prefetch"), ({"prefetch": 9}, "parallel.prefetch"),
-    ({"prefetch": "all"}, "parallel.prefetch"), ({"reduce": "fp16"}, "parallel.reduce"),
+    ({"prefetch": "all"}, "parallel.prefetch"), ({"reduce_dtype": "fp16"}, "parallel.reduce_dtype"),
     ({"bucket": "one"}, "parallel.bucket"),
 ])  # fmt: skip
 def test_what_cannot_be(settings: dict[str, Any], field: str) -> None:
@@ -142,7 +142,7 @@ def test_what_cannot_be(settings: dict[str, Any], field: str) -> None:
 
 @pytest.mark.parametrize(("ranks", "parallel"), [(1, {}), (2, {"tensor": 2})])
 def test_sums_over_no_ranks_have_no_type(ranks: int, parallel: dict[str, Any]) -> None:
-    run = load_run({"model": "m", "data": {"train": "x"}, "parallel": {"reduce": "bf16", **parallel}}).run
+    run = load_run({"model": "m", "data": {"train": "x"}, "parallel": {"reduce_dtype": "bf16", **parallel}}).run
     with pytest.raises(UserError, match="over no ranks"):
         check_parallel(run, ranks)
     check_parallel(run, 2 * ranks)

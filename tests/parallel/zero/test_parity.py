@@ -59,7 +59,7 @@ def test_four_ranks_equal_one(
     layout: str, precision: str, one_rank: dict[str, Any], tmp_path: Path, cpu_precision_env: dict[str, str]
 ) -> None:
     zero, shard = LAYOUTS[layout]
-    changes = dict(parallel__zero=zero, parallel__shard=shard, precision=precision, train__learning_rate=RATE)
+    changes = dict(parallel__zero=zero, parallel__dp_shard_size=shard, precision=precision, train__learning_rate=RATE)
     run = tiny_run(tmp_path, **changes)
     results = run_ranks(scenarios.train, 4, run, env=cpu_precision_env)
     loss, norm, parameter = differences(results[0], one_rank[precision])

@@ -12,7 +12,7 @@ from support.ranks import run_ranks
 from support.tiny import tiny_run, tokenizer_folder
 
 NODE = 2
-HPZ, QWZ, QGZ = {"secondary_shard": NODE}, {"quantize_weights": True}, {"quantize_gradients": True}
+HPZ, QWZ, QGZ = {"hpz_size": NODE}, {"quantize_weights": True}, {"quantize_gradients": True}
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +35,7 @@ def plain(shared: Path) -> Any:
 
 @pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_hpz_is_exact(size: int, shared: Path, plain: Any) -> None:
-    run = a_run(shared, f"hpz-{size}", {"secondary_shard": size})
+    run = a_run(shared, f"hpz-{size}", {"hpz_size": size})
     losses, norms, parameters = run_ranks(scenarios.train, 4, run)[0]
     assert losses == plain[0] and norms == plain[1]
     assert all(torch.equal(parameters[k], plain[2][k]) for k in parameters)
@@ -44,7 +44,7 @@ def test_hpz_is_exact(size: int, shared: Path, plain: Any) -> None:
 @pytest.mark.slow
 def test_hpz_is_exact_with_recomputation_replicas_and_evaluation(shared: Path) -> None:
     common: dict[str, Any] = {"recompute": "full", "data__eval": "5%", "train__eval_every": 3, "train__steps": 7}
-    runs = [a_run(shared, f"more-{len(more)}", {"shard": 2} | more, **common) for more in ({}, {"secondary_shard": 1})]
+    runs = [a_run(shared, f"more-{len(more)}", {"dp_shard_size": 2} | more, **common) for more in ({}, {"hpz_size": 1})]
     (a, _, _), (b, _, _) = (run_ranks(scenarios.train, 4, run)[0] for run in runs)
     assert a == b
 
@@ -55,7 +55,7 @@ def test_hpz_is_exact_with_recomputation_replicas_and_evaluation(shared: Path) -
     [("all", HPZ | QWZ | QGZ, 0.1),
      *(pytest.param(*case, marks=pytest.mark.slow) for case in [
          ("qwz", QWZ, 0.01), ("qgz", QGZ, 0.1), ("qwz-hpz", QWZ | HPZ, 0.01), ("stage 1", QWZ | QGZ | {"zero": 1}, 0.1),
-         ("stage 2", QWZ | QGZ | {"zero": 2}, 0.1), ("hybrid", QWZ | QGZ | {"shard": 2}, 0.1)])],
+         ("stage 2", QWZ | QGZ | {"zero": 2}, 0.1), ("hybrid", QWZ | QGZ | {"dp_shard_size": 2}, 0.1)])],
 )  # fmt: skip
 def test_quantised_training_keeps_the_loss(
     name: str, parallel: dict[str, Any], bound: float, shared: Path, plain: Any
@@ -126,10 +126,10 @@ def test_the_engine_takes_all_of_it(tmp_path: Path) -> None:
     """A loop of one's own: hpZ equals plain, to the bit, across a save and a load."""
     results = []
     for name, more in {"plain": {}, "hpz": HPZ}.items():
-        config = {"parallel": {"zero": 3} | more, "accumulate": 2}
+        config = {"parallel": {"zero": 3} | more, "gradient_accumulation_steps": 2}
         first = run_ranks(scenarios.own_loop, 4, config, str(tmp_path / name), "function", 6, False)[0]
         results.append(first + run_ranks(scenarios.own_loop, 4, config, str(tmp_path / name), "function", 4, True)[0])
     assert results[0] == results[1]
-    config = {"parallel": {"zero": 3} | HPZ | QWZ | QGZ, "accumulate": 2}
+    config = {"parallel": {"zero": 3} | HPZ | QWZ | QGZ, "gradient_accumulation_steps": 2}
     losses = run_ranks(scenarios.own_loop, 4, config, str(tmp_path / "all"), "function", 10, False)[0]
     assert max(abs(a - b) for a, b in zip(losses, results[0], strict=True)) < 0.15

@@ -19,7 +19,7 @@ from shardwise.parallel.zero.update import Update
 
 
 def trained(tmp: Path, name: str, ranks: int, **changes: Any) -> Any:
-    run = tiny_run(tmp, parallel__zero=3, train__clip=None, train__steps=5, output=str(tmp / name), **changes)
+    run = tiny_run(tmp, parallel__zero=3, train__max_grad_norm=None, train__steps=5, output=str(tmp / name), **changes)
     return run_ranks(scenarios.train, ranks, run)[0]
 
 
@@ -30,7 +30,7 @@ def trained(tmp: Path, name: str, ranks: int, **changes: Any) -> Any:
 def test_in_backward_equals_afterwards(optimizer: str, tmp_path: Path) -> None:
     """The same losses and parameters to the bit, and the same norms, though gradients were never there together."""
     after = trained(tmp_path, "after", 2, train__optimizer=optimizer)
-    during = trained(tmp_path, "during", 2, train__optimizer=optimizer, train__in_backward=True)
+    during = trained(tmp_path, "during", 2, train__optimizer=optimizer, train__optimizer_in_backward=True)
     assert during[0] == after[0]
     assert during[1] == pytest.approx(after[1], rel=1e-6)
     assert all((during[2][k] == after[2][k]).all() for k in after[2])
@@ -40,7 +40,13 @@ def test_in_backward_equals_afterwards(optimizer: str, tmp_path: Path) -> None:
 
 def test_gradients_are_freed_one_by_one(tmp_path: Path) -> None:
     """While the first block's gradient is reduced, those of the blocks behind it are gone."""
-    run = tiny_run(tmp_path, parallel__zero=3, train__clip=None, train__in_backward=True, train__micro_batch_size=12)
+    run = tiny_run(
+        tmp_path,
+        parallel__zero=3,
+        train__max_grad_norm=None,
+        train__optimizer_in_backward=True,
+        train__micro_batch_size=12,
+    )
     most, parameters = run_ranks(scenarios.most_gradients, 1, run)[0]
     assert most < parameters / 3
 

@@ -1,4 +1,4 @@
-"""What combines with what: one table, which config checks, plans, docs and errors read. Tests execute every entry."""
+"""Which features combine: one table, read by config checks, plans, docs and errors. Tests execute every entry."""
 
 from shardwise.config.combinations.check import (
     CombinationVerdict,

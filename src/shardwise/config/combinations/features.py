@@ -1,7 +1,7 @@
-"""What a run can have: each feature with the setting that decides it, and a value that turns it on.
+"""The features of a run: each with the setting that decides it, and a value that enables it.
 
-A feature is looked for in any object that has the settings' names: a Run, the config of one's own loop, or a section
-that is being read. What is not there is neither on nor off.
+A feature is looked up in any object with the settings' attribute names: a Run, the config of a custom training loop, or
+a section being validated. A missing setting is neither on nor off.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def look_up(settings: Any, path: str) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class Feature:
-    """A choice that settings make."""
+    """A choice made by a setting."""
 
     name: str
     field: str  # the setting that decides it
@@ -36,16 +36,16 @@ class Feature:
 
     @property
     def of(self) -> str:
-        """The group that it is one of."""
+        """The group of alternatives it belongs to."""
         return self.group or self.field
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Settings by dotted path that turn it on, its company among them."""
+        """Settings by dotted path that enable it, including its requirements."""
         return {**self.company, self.field: self.value}
 
     def on(self, settings: Any) -> bool:
-        """Whether settings make this choice."""
+        """Whether the settings enable this feature."""
         value = look_up(settings, self.field)
         if value is ABSENT or not (value == self.value if self.test is None else self.test(value)):
             return False
@@ -77,18 +77,18 @@ def _parts(settings: Any) -> bool:
 
 
 def _choice(field: str, *values: Any, **more: Any) -> tuple[Feature, ...]:
-    """Features that are the values of one setting."""
+    """The features for the values of one setting."""
     return tuple(Feature(f"{field.rpartition('.')[2]}: {value}", field, value, **more) for value in values)
 
 
 ZERO = tuple(Feature(f"zero: {stage}", "parallel.zero", stage) for stage in range(4))
-SHARD = Feature("shard", "parallel.shard", 2, _given)
-SECONDARY = Feature("secondary_shard", "parallel.secondary_shard", 2, _given, company={"parallel.zero": 3})
+SHARD = Feature("dp_shard_size", "parallel.dp_shard_size", 2, _given)
+SECONDARY = Feature("hpz_size", "parallel.hpz_size", 2, _given, company={"parallel.zero": 3})
 QUANTIZE_WEIGHTS = Feature("quantize_weights", "parallel.quantize_weights", True, numbers="rounded")
 QUANTIZE_GRADIENTS = Feature("quantize_gradients", "parallel.quantize_gradients", True, numbers="rounded")
 BUCKET = Feature("bucket", "parallel.bucket", 20_000, _chosen)
 PREFETCH = Feature("prefetch", "parallel.prefetch", 2, _chosen, company={"parallel.zero": 3})
-REDUCE = Feature("reduce: bf16", "parallel.reduce", "bf16", numbers="rounded")
+REDUCE = Feature("reduce_dtype: bf16", "parallel.reduce_dtype", "bf16", numbers="rounded")
 
 STATES = tuple(Feature(f"offload.optimizer: {p}", "offload.optimizer", p) for p in ("cpu", "disk"))
 PARAMETERS = tuple(
@@ -104,7 +104,9 @@ COMPILE = Feature("compile", "compile", True)
 PRECISIONS = _choice("precision", "fp32", "bf16", "fp16", numbers="other")
 FP16 = PRECISIONS[2]
 FP8 = tuple(
-    Feature(f"fp8: {recipe}", "fp8.recipe", recipe, numbers="other", company={"precision": "bf16", "fp8.least": 16})
+    Feature(
+        f"fp8: {recipe}", "fp8.recipe", recipe, numbers="other", company={"precision": "bf16", "fp8.min_features": 16}
+    )
     for recipe in ("tensorwise", "rowwise")
 )
 OPTIMIZERS = _choice(
@@ -114,8 +116,10 @@ OPTIMIZERS = _choice(
 ADAMW, EIGHT_BITS, FOUR_BITS, LION, SGD, ADAM_MINI, ADAFACTOR, MUON = OPTIMIZERS
 ELEMENTWISE = (ADAMW, EIGHT_BITS, FOUR_BITS, LION, SGD)  # their states can be anywhere, in pieces
 BF16_STATES = Feature("optimizer_state: bf16", "train.optimizer_state", "bf16", numbers="other")
-SPLIT_MASTERS = Feature("masters: split", "train.masters", "split", company={"precision": "bf16"})
-IN_BACKWARD = Feature("in_backward", "train.in_backward", True, company={"train.clip": None})
+SPLIT_MASTERS = Feature("master_weights: split", "train.master_weights", "split", company={"precision": "bf16"})
+IN_BACKWARD = Feature(
+    "optimizer_in_backward", "train.optimizer_in_backward", True, company={"train.max_grad_norm": None}
+)
 
 _BASE = {"model.name": "./model"}  # adapters are of a model that exists
 FULL = Feature("method: full", "method.type", "full", group="method", numbers="other")
@@ -147,7 +151,7 @@ CONTEXTS = tuple(
     for kind in ("ring", "ulysses")
 )  # fmt: skip
 SCHEDULES = tuple(
-    Feature(f"pipeline: {name}", "parallel.schedule", name, also=_stages, group="pipeline",
+    Feature(f"pipeline: {name}", "parallel.pipeline_schedule", name, also=_stages, group="pipeline",
             company={"parallel.pipeline": 2})
     for name in ("1f1b", "gpipe", "interleaved", "zbv", "naive")
 )  # fmt: skip
@@ -169,9 +173,9 @@ def _hidden(name: str, field: str, value: Any, test: Callable[[Any], bool] | Non
 
 
 BIAS_UPDATE = _hidden("router.bias_update", "router.bias_update", 0.001, _above_zero)
-APART = _hidden("apart", "apart", {"meet": "127.0.0.1:29400"}, _given)
+DILOCO = _hidden("diloco", "diloco", {"server": "127.0.0.1:29400"}, _given)
 MULTIPLY = _hidden("method.multiply: fp8", "method.multiply", "fp8", company=_BASE | {"method.type": "qlora"})
-TILE = _hidden("tile", "tile", 64, _given)
+TILE = _hidden("tiled_mlp", "tiled_mlp", 64, _given)
 SOME_BLOCKS = _hidden("offload.activation_blocks", "offload.activation_blocks", 1, _given,
                       company={"offload.activations": "cpu", "recompute": "full"})  # fmt: skip
 SOME_RECOMPUTED = _hidden("recompute_blocks", "recompute_blocks", 1, _given, company={"recompute": "full"})
@@ -181,8 +185,10 @@ PLAIN_ATTENTION = _hidden("attention: plain", "attention", "plain")
 UNPACKED = _hidden("packing: false", "data.packing", False)
 NO_ACTIVATIONS = _hidden("offload.activations: none", "offload.activations", "none")
 NO_FP8 = _hidden("fp8: none", "fp8.recipe", "none")
-KEPT_16 = _hidden("fp8.keep", "fp8.keep", ("down_proj",), bool)
-FP8_FAST = _hidden("fp8.fast", "fp8.fast", True, company={"precision": "bf16", "fp8.recipe": "tensorwise"})
+KEPT_16 = _hidden("fp8.modules_to_not_convert", "fp8.modules_to_not_convert", ("down_proj",), bool)
+FP8_FAST = _hidden(
+    "fp8.use_fast_accum", "fp8.use_fast_accum", True, company={"precision": "bf16", "fp8.recipe": "tensorwise"}
+)
 FP8_GATHER = _hidden("fp8.gather: fp8", "fp8.gather", "fp8", company={"precision": "bf16", "fp8.recipe": "tensorwise"})
 EAGER = _hidden("compile: false", "compile", False)
 STATES_STAY = _hidden("offload.optimizer: none", "offload.optimizer", "none")
@@ -193,9 +199,9 @@ NO_DISK = _hidden(
 RATIO = _hidden("offload.ratio", "offload.ratio", 0.5, lambda value: value != 1.0)
 OPEN_RECOMPUTE = _hidden("recompute: auto", "recompute", "auto")
 NO_RECOMPUTE = _hidden("recompute: none", "recompute", "none")
-FEEDBACK = _hidden("gradient_feedback", "parallel.gradient_feedback", True, _given)
+FEEDBACK = _hidden("error_feedback", "parallel.error_feedback", True, _given)
 WHOLE_GRADIENTS = _hidden("quantize_gradients: false", "parallel.quantize_gradients", False)
-CLIP = _hidden("clip", "train.clip", 1.0, _given)
+CLIP = _hidden("max_grad_norm", "train.max_grad_norm", 1.0, _given)
 NO_MOMENTUM = _hidden("betas[0] = 0", "train.betas", (0.0, 0.95), lambda betas: betas[0] == 0)
 OTHER_BETAS = _hidden("betas", "train.betas", (0.8, 0.9), lambda betas: tuple(betas) != (0.9, 0.95))
 SCRATCH = _hidden(
@@ -203,7 +209,7 @@ SCRATCH = _hidden(
     company={"model.name": None, "model.tokenizer": "./tokenizer"},
 )  # fmt: skip
 MERGED = _hidden("export.merged", "export.merged", True)
-STOP_EARLY = _hidden("stop_early", "train.stop_early", {"patience": 3}, _given)
+STOP_EARLY = _hidden("early_stopping", "train.early_stopping", {"patience": 3}, _given)
 COPIES = _hidden("checkpoint.memory", "checkpoint.memory", "5", _given)
 OTHER_BEST = _hidden("checkpoint.best", "checkpoint.best", "accuracy", lambda best: best != type(best)())
 EXPORT_BEST = _hidden("export.checkpoint: best", "export.checkpoint", "best")
@@ -213,20 +219,22 @@ AT_THE_END = _hidden("no eval_every", "train.eval_every", None)
 SPLIT = _hidden("over_length: split", "data.over_length", "split")
 OTHER_LOSS = _hidden("loss_on", "data.loss_on", "all", lambda value: value != "assistant")
 GOES_ON = _hidden("method.adapter", "method.adapter", "./adapter", _given)
-TRAINED_WHOLE = _hidden("method.also", "method.also", ["lm_head"], bool)
+TRAINED_WHOLE = _hidden("method.modules_to_save", "method.modules_to_save", ["lm_head"], bool)
 SKIPS = _hidden("guard that skips", "guard.nan", "skip", lambda nan: nan == "skip")
 SKIPS_LEAPS = _hidden("guard.on_spike: skip", "guard.on_spike", "skip", company={"guard.spike": 8.0})
 NCCL = _hidden("backend: nccl", "backend", "nccl")
-CHUNKS = _hidden("chunks", "parallel.chunks", 2, _given)
+CHUNKS = _hidden("virtual_stages", "parallel.virtual_stages", 2, _given)
 ONE_CHUNK = _hidden(
-    "a schedule of one stage per rank", "parallel.schedule", "1f1b", lambda schedule: schedule != "interleaved"
+    "a schedule of one stage per rank", "parallel.pipeline_schedule", "1f1b", lambda schedule: schedule != "interleaved"
 )
-OTHER_SCHEDULE = _hidden("schedule", "parallel.schedule", "gpipe", lambda schedule: schedule != "1f1b")
+OTHER_SCHEDULE = _hidden(
+    "pipeline_schedule", "parallel.pipeline_schedule", "gpipe", lambda schedule: schedule != "1f1b"
+)
 NO_PIPELINE = _hidden("pipeline: 1", "parallel.pipeline", 1)
 OTHER_KIND = _hidden("context_kind", "parallel.context_kind", "ulysses", lambda kind: kind != "ring")
 NO_CONTEXT = _hidden("context: 1", "parallel.context", 1)
 
 
 def feature(name: str) -> Feature:
-    """One of the features by its name, as `shardwise config --combinations` prints it."""
-    return next(one for one in FEATURES if one.name == name)
+    """Looks up a feature by its name, as `shardwise config --combinations` prints it."""
+    return next(item for item in FEATURES if item.name == name)

@@ -1,4 +1,4 @@
-"""The table for people: as a matrix of pairs, as a list of rules, and as docs/combinations.md."""
+"""The table in readable form: as a matrix of pairs, as a list of rules, and as docs/combinations.md."""
 
 from __future__ import annotations
 
@@ -36,29 +36,29 @@ combines("offload.optimizer: cpu", "optimizer: muon")  # Verdict(kind="refused",
 
 
 def verdicts() -> list[tuple[Feature, Feature, CombinationVerdict]]:
-    """Every pair of features, each once."""
+    """Verdicts of all pairs of features, each pair once."""
     return [(a, b, combines(a, b)) for i, a in enumerate(FEATURES) for b in FEATURES[:i]]
 
 
 def matrix() -> str:
-    """All pairs as text: a line and a column for each feature, by number."""
-    found = {(a, b): SIGNS[verdict.kind] for a, b, verdict in verdicts()}
-    width = max(len(one.name) for one in FEATURES)
+    """All pairs as text, with a numbered row and column per feature."""
+    signs_of = {(a, b): SIGNS[verdict.kind] for a, b, verdict in verdicts()}
+    width = max(len(item.name) for item in FEATURES)
     numbers = range(1, len(FEATURES) + 1)
     lines = [" " * (width + 4) + " ".join(f"{n // 10 or ' '}" for n in numbers).rstrip()]
     lines += [" " * (width + 4) + " ".join(f"{n % 10}" for n in numbers)]
-    for number, one in zip(numbers, FEATURES, strict=True):
-        signs = " ".join(found[one, other] for other in FEATURES[: number - 1])
-        lines.append(f"{number:2d} {one.name:<{width}} {signs}".rstrip())
+    for number, item in zip(numbers, FEATURES, strict=True):
+        signs = " ".join(signs_of[item, other] for other in FEATURES[: number - 1])
+        lines.append(f"{number:2d} {item.name:<{width}} {signs}".rstrip())
     return "\n".join(lines)
 
 
-def told(rule: CombinationRule) -> str:
-    """What a rule says of any run: placeholders become words."""
+def generic_reason(rule: CombinationRule) -> str:
+    """The reason of a rule for any run, with placeholders spelled out."""
     words = {
         "stage {parallel.zero}": "such a stage", "{axes}": "these axes", "{divided}": "such",
         "{train.optimizer}": "it", "{recompute}": "none", "{objective.type} rows": "such rows",
-        "{objective.type}": "another", "{parallel.schedule}": "another", "{precision}": "it",
+        "{objective.type}": "another", "{parallel.pipeline_schedule}": "another", "{precision}": "it",
     }  # fmt: skip
     text = rule.why
     for place, word in words.items():
@@ -67,24 +67,24 @@ def told(rule: CombinationRule) -> str:
 
 
 def sides(rule: CombinationRule) -> list[str]:
-    """Each side of a rule in words; all values of a setting by the setting's name."""
+    """Each side of a rule in words; all values of a setting are named by the setting."""
     return [", ".join(_shortened(side)) for side in rule.sides]
 
 
 def _shortened(side: tuple[Feature, ...]) -> list[str]:
     names = []
-    for group in dict.fromkeys(one.of for one in side):
-        mine = [one for one in side if one.of == group]
-        everyone = [one for one in FEATURES if one.of == group]
-        whole = len(mine) == len(everyone) > 1
-        head = mine[0].name.partition(":")[0]
-        joined = [mine[0].name, *(one.name.partition(": ")[2] for one in mine[1:])]
-        names.append(head if whole else " | ".join(joined))
+    for group in dict.fromkeys(item.of for item in side):
+        members = [item for item in side if item.of == group]
+        alternatives = [item for item in FEATURES if item.of == group]
+        complete = len(members) == len(alternatives) > 1
+        head = members[0].name.partition(":")[0]
+        joined = [members[0].name, *(item.name.partition(": ")[2] for item in members[1:])]
+        names.append(head if complete else " | ".join(joined))
     return names
 
 
 def page() -> str:
-    """The page as Markdown."""
+    """Returns docs/combinations.md as Markdown."""
     parts = [
         INTRODUCTION,
         "## Refused",
@@ -101,19 +101,26 @@ def page() -> str:
 
 def _row(rule: CombinationRule) -> str:
     first, *others = (side.replace("|", "/") for side in sides(rule))
-    return f"| {first} | {' and '.join(others)} | `{rule.field}` | {told(rule)} | {rule.remedy} |"
+    return f"| {first} | {' and '.join(others)} | `{rule.field}` | {generic_reason(rule)} | {rule.remedy} |"
 
 
 def as_json() -> dict[str, Any]:
-    """Features, rules and pairs for programs; pairs that simply combine are left out."""
+    """Features, rules and pairs as JSON values; pairs that combine without remarks are omitted."""
     pairs = [
         {"a": a.name, "b": b.name, "verdict": v.kind, "why": v.why, "remedy": v.remedy, "field": v.field}
         for a, b, v in verdicts()
         if v.kind in ("refused", "remark")
     ]
-    rules = [
-        {"verdict": r.verdict, "sides": [[one.name for one in side] for side in r.sides], "field": r.field,
-         "why": told(r), "remedy": r.remedy}
-        for r in RULES
-    ]  # fmt: skip
-    return {"features": [one.name for one in FEATURES], "rules": rules, "pairs": pairs}
+    rules = []
+    for rule in RULES:
+        names = [[feature.name for feature in side] for side in rule.sides]
+        rules.append(
+            {
+                "verdict": rule.verdict,
+                "sides": names,
+                "field": rule.field,
+                "why": generic_reason(rule),
+                "remedy": rule.remedy,
+            }
+        )
+    return {"features": [item.name for item in FEATURES], "rules": rules, "pairs": pairs}

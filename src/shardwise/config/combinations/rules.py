@@ -1,9 +1,9 @@
-"""Every rule that two (or three) settings do not combine, and every one that combines with a remark.
+"""All rules about settings that do not combine, or that combine with a remark.
 
-A rule speaks where each of its sides has a feature that is on. The order is that in which mistakes are told: what an
-axis does not go with comes before what a stage or a place needs. In texts, {parallel.zero} is the run's own value and
-{axes} the axes in use. Rules that need the model's numbers, the ranks or the machine are with what knows these:
-config/axes.py, config/resolve.py.
+A rule applies if each of its sides has a feature that is on. The order is that in which conflicts are reported:
+conflicts with an axis come before what a ZeRO stage or an offload target requires. In texts, {parallel.zero} is the
+run's own value and {axes} the axes in use. Rules that depend on the model's sizes, the ranks or the machine are in
+config/axes.py and config/resolve.py.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Side = Feature | tuple[Feature, ...]
 
 @dataclass(frozen=True)
 class CombinationRule:
-    """Features that do not combine (or do, with a remark): why, and what to do; the field is the one to blame."""
+    """Features that do not combine (or do, with a remark): the reason, the remedy, and the field at fault."""
 
     field: str
     sides: tuple[tuple[Feature, ...], ...]
@@ -30,13 +30,13 @@ class CombinationRule:
     section: bool = False  # told while the section is read, with the line it is on
 
     def applies(self, settings: object) -> bool:
-        """Whether settings are what it speaks of."""
-        return all(any(one.on(settings) for one in side) for side in self.sides)
+        """Whether every side of the rule has a feature that is on."""
+        return all(any(feature.on(settings) for feature in side) for side in self.sides)
 
     @property
     def about_objective(self) -> bool:
-        """Whether it can be told only once the objective is known."""
-        return any(one.of == "objective" for side in self.sides for one in side)
+        """Whether the rule depends on the objective."""
+        return any(feature.of == "objective" for side in self.sides for feature in side)
 
 
 def _rule(
@@ -48,17 +48,17 @@ def _rule(
     shown: str = "",
     section: bool = False,
 ) -> CombinationRule:
-    whole = tuple(side if isinstance(side, tuple) else (side,) for side in sides)
-    return CombinationRule(field, whole, why, remedy, verdict, shown, section)
+    alternatives = tuple(side if isinstance(side, tuple) else (side,) for side in sides)
+    return CombinationRule(field, alternatives, why, remedy, verdict, shown, section)
 
 
-def named(features: tuple[Feature, ...]) -> str:
-    """Their values in a row."""
-    return ", ".join(str(one.value) for one in features)
+def values_of(features: tuple[Feature, ...]) -> str:
+    """The features' values, comma-separated."""
+    return ", ".join(str(feature.value) for feature in features)
 
 
-def _others(features: tuple[Feature, ...], *but: Feature) -> tuple[Feature, ...]:
-    return tuple(one for one in features if one not in but)
+def _others(features: tuple[Feature, ...], *excluded: Feature) -> tuple[Feature, ...]:
+    return tuple(feature for feature in features if feature not in excluded)
 
 
 DIVIDED = (f.TENSOR, f.EXPERT)  # a rank has a part of a weight, or other weights than its neighbour
@@ -77,13 +77,14 @@ SO_FAR = "is for {allowed} so far, and the objective is {{objective.type}}"
 
 
 def _for(allowed: tuple[Feature, ...]) -> str:
-    return SO_FAR.format(allowed=named(allowed))
+    return SO_FAR.format(allowed=values_of(allowed))
 
 
 SECTIONS = (
-    _rule("parallel.chunks", (f.CHUNKS, f.ONE_CHUNK), "has no meaning with schedule: {parallel.schedule}",
-          "set schedule: interleaved", section=True),
-    _rule("parallel.schedule", (f.OTHER_SCHEDULE, f.NO_PIPELINE), "there is no pipeline",
+    _rule("parallel.virtual_stages", (f.CHUNKS, f.ONE_CHUNK),
+          "has no meaning with pipeline_schedule: {parallel.pipeline_schedule}",
+          "set pipeline_schedule: interleaved", section=True),
+    _rule("parallel.pipeline_schedule", (f.OTHER_SCHEDULE, f.NO_PIPELINE), "there is no pipeline",
           "set pipeline to 2 or more, or leave it out", section=True),
     _rule("parallel.context_kind", (f.OTHER_KIND, f.NO_CONTEXT), "no sequence is divided",
           "set context to 2 or more, or leave it out", section=True),
@@ -98,55 +99,56 @@ BESIDE_AXES = (
     _rule("offload.activations", (f.ACTIVATIONS, f.AXES), ALONE, "set offload.activations: none"),
     _rule("parallel.quantize_weights", (f.QUANTIZE_WEIGHTS, f.AXES), PLUSPLUS, "leave it out"),
     _rule("parallel.quantize_gradients", (f.QUANTIZE_GRADIENTS, f.AXES), PLUSPLUS, "leave it out"),
-    _rule("parallel.secondary_shard", (f.SECONDARY, f.AXES), PLUSPLUS, "leave it out"),
+    _rule("parallel.hpz_size", (f.SECONDARY, f.AXES), PLUSPLUS, "leave it out"),
     _rule("fp8.gather", (f.FP8_GATHER, _others(f.AXES, f.TENSOR, f.ZBV)), "works with ZeRO alone, not with {axes}",
           AS_BF16),
     _rule("parallel.bucket", (f.BUCKET, f.AXES), "goes by whole blocks beside {axes}", "leave it out"),
     _rule("parallel.prefetch", (f.PREFETCH, f.AXES), "is for ZeRO alone, not with {axes}", "leave it out"),
     _rule("train.optimizer", (_others(f.OPTIMIZERS, f.ADAMW), DIVIDED), WHOLE_WEIGHTS, WANTS_PLAIN),
     _rule("train.optimizer_state", (f.BF16_STATES, DIVIDED), WHOLE_WEIGHTS, WANTS_PLAIN),
-    _rule("train.in_backward", (f.IN_BACKWARD, f.AXES), "does not go with {axes}", "leave it out"),
-    _rule("train.masters", (f.SPLIT_MASTERS, f.AXES), "does not go with {axes}", "leave it out"),
+    _rule("train.optimizer_in_backward", (f.IN_BACKWARD, f.AXES), "does not go with {axes}", "leave it out"),
+    _rule("train.master_weights", (f.SPLIT_MASTERS, f.AXES), "does not go with {axes}", "leave it out"),
     _rule("compile", (f.COMPILE, (f.TENSOR, *f.SCHEDULES)), "does not go with {axes} yet", "set compile: false"),
     _rule("precision", (f.FP16, DIVIDED), "is not offered with {axes}", "use precision: bf16 or fp32"),
     _rule("fp8", (f.FP8, f.TENSOR), "does not go with {axes} yet", NO_FP8, shown="fp8.recipe"),
     _rule("method.multiply", (f.MULTIPLY, f.TENSOR), "does not go with {axes} yet", "leave it out"),
-    _rule("tile", (f.TILE, f.TENSOR), "does not go with {axes} yet, which divides tokens already", "leave it out"),
-    _rule("parallel.schedule", (f.ZBV, f.TILE), "a tile's gradients come all at once: not in two parts",
-          "leave tile out, or use 1f1b or interleaved"),
-    _rule("parallel.schedule", (f.ZBV, f.FP8), "rounds a gradient once for both of its products: not in two parts",
+    _rule("tiled_mlp", (f.TILE, f.TENSOR), "does not go with {axes} yet, which divides tokens already", "leave it out"),
+    _rule("parallel.pipeline_schedule", (f.ZBV, f.TILE), "a tile's gradients come all at once: not in two parts",
+          "leave tiled_mlp out, or use 1f1b or interleaved"),
+    _rule("parallel.pipeline_schedule", (f.ZBV, f.FP8),
+          "rounds a gradient once for both of its products: not in two parts",
           f"{NO_FP8}, or use 1f1b or interleaved"),
     _rule("parallel.context_kind", (f.CONTEXTS[1], f.SCHEDULES, f.MASKED),
           "masked rows that Ulysses divides do not pass through stages yet", "use context_kind: ring, or no pipeline"),
-    _rule("parallel.schedule", (f.ZBV, f.ZERO[3]),
+    _rule("parallel.pipeline_schedule", (f.ZBV, f.ZERO[3]),
           "a backward in two parts needs its weights in both: not at stage 3",
           "set parallel.zero to 2 or less, or use 1f1b or interleaved"),
-    _rule("parallel.schedule", (f.ZBV, f.RECOMPUTE),
+    _rule("parallel.pipeline_schedule", (f.ZBV, f.RECOMPUTE),
           "a backward in two parts would recompute each block twice",
           "set recompute: none, or use 1f1b or interleaved"),
 )  # fmt: skip
 
 STAGES = (
-    _rule("parallel.shard", (f.SHARD, f.ZERO[0]), "stage 0 shards nothing",
-          "set parallel.zero to 1, 2 or 3, or leave shard out"),
+    _rule("parallel.dp_shard_size", (f.SHARD, f.ZERO[0]), "stage 0 shards nothing",
+          "set parallel.zero to 1, 2 or 3, or leave dp_shard_size out"),
     _rule("parallel.quantize_weights", (f.QUANTIZE_WEIGHTS, f.ZERO[0]), "stage 0 gathers no weights", NEEDS_SHARDS),
     _rule("fp8.gather", (f.FP8_GATHER, f.ZERO[0]), "stage 0 gathers no weights", NEEDS_SHARDS),
     _rule("fp8.gather", (f.FP8_GATHER, f.QUANTIZE_WEIGHTS), "parallel.quantize_weights gathers them as int8",
           "leave one of the two out"),
     _rule("parallel.quantize_gradients", (f.QUANTIZE_GRADIENTS, f.ZERO[0]),
           "stage 0 all-reduces its gradients; 4 bits are for those that are reduced into shards", NEEDS_SHARDS),
-    _rule("parallel.gradient_feedback", (f.FEEDBACK, f.WHOLE_GRADIENTS),
+    _rule("parallel.error_feedback", (f.FEEDBACK, f.WHOLE_GRADIENTS),
           "no gradient is quantised, so nothing is lost that could be added",
           "set parallel.quantize_gradients: true, or leave it out"),
     _rule("parallel.prefetch", (f.PREFETCH, f.ZERO[0]), "stage 0 gathers nothing", NEEDS_SHARDS),
-    _rule("parallel.reduce", (f.REDUCE, f.ZERO[:2]),
+    _rule("parallel.reduce_dtype", (f.REDUCE, f.ZERO[:2]),
           "stage {parallel.zero} would add up whole micro-batches in bf16, not ranks alone",
           "set parallel.zero to 2 or 3, or leave it out"),
-    _rule("parallel.reduce", (f.REDUCE, f.QUANTIZE_GRADIENTS), "gradients travel in 4 bits already",
+    _rule("parallel.reduce_dtype", (f.REDUCE, f.QUANTIZE_GRADIENTS), "gradients travel in 4 bits already",
           "leave one of the two out"),
-    _rule("parallel.reduce", (f.REDUCE, (f.SPLIT_MASTERS, *f.STATES)),
+    _rule("parallel.reduce_dtype", (f.REDUCE, (f.SPLIT_MASTERS, *f.STATES)),
           "split weights, and states off the device, take the sums in fp32", "leave it out"),
-    _rule("parallel.secondary_shard", (f.SECONDARY, f.ZERO[:3]),
+    _rule("parallel.hpz_size", (f.SECONDARY, f.ZERO[:3]),
           "stage {parallel.zero} gathers its parameters once a step anyway", "set parallel.zero: 3, or leave it out"),
 )  # fmt: skip
 
@@ -183,7 +185,7 @@ PLACES = (
           "moves what recomputation keeps, but recompute is {recompute}", "use recompute: full"),
     _rule("offload.optimizer", (f.STATES, _others(f.OPTIMIZERS, *f.ELEMENTWISE)),
           "{train.optimizer} looks at whole matrices; states leave the device in pieces",
-          f"use optimizer: {named(f.ELEMENTWISE)}, or offload none"),
+          f"use optimizer: {values_of(f.ELEMENTWISE)}, or offload none"),
     _rule("offload.parameters", (f.PARAMETERS, f.ZERO[:3]), "stage {parallel.zero} holds all parameters on the device",
           "set parallel.zero: 3"),
     _rule("fp8.gather", (f.FP8_GATHER, f.PARAMETERS), "weights that are not on the device cannot be asked for scales",
@@ -202,23 +204,23 @@ PLACES = (
 )  # fmt: skip
 
 UPDATES = (
-    _rule("train.masters", (f.SPLIT_MASTERS, (f.PRECISIONS[0], f.FP16)),
+    _rule("train.master_weights", (f.SPLIT_MASTERS, (f.PRECISIONS[0], f.FP16)),
           "the upper half of fp32 is bf16, but {precision} is computed in", "set precision: bf16, or leave it out"),
-    _rule("train.masters", (f.SPLIT_MASTERS, _others(f.OPTIMIZERS, *f.ELEMENTWISE)),
+    _rule("train.master_weights", (f.SPLIT_MASTERS, _others(f.OPTIMIZERS, *f.ELEMENTWISE)),
           "{train.optimizer} looks at whole matrices; split weights are updated in pieces",
-          f"use optimizer: {named(f.ELEMENTWISE)}, or masters: fp32"),
-    _rule("train.in_backward", (f.IN_BACKWARD, f.CLIP),
+          f"use optimizer: {values_of(f.ELEMENTWISE)}, or master_weights: fp32"),
+    _rule("train.optimizer_in_backward", (f.IN_BACKWARD, f.CLIP),
           "clipping needs the norm of all gradients, which are gone one by one",
-          "set train.clip: null"),
-    _rule("train.in_backward", (f.IN_BACKWARD, f.FP16),
+          "set train.max_grad_norm: null"),
+    _rule("train.optimizer_in_backward", (f.IN_BACKWARD, f.FP16),
           "fp16's loss scale must see all gradients before the first is used",
           "use precision: bf16 or fp32"),
-    _rule("train.in_backward", (f.IN_BACKWARD, _others(f.OPTIMIZERS, *f.ELEMENTWISE, f.ADAM_MINI)),
-          "{train.optimizer} works over all ranks at once", f"use optimizer: {named(f.ELEMENTWISE)}"),
-    _rule("train.in_backward", (f.IN_BACKWARD, (f.SKIPS, f.SKIPS_LEAPS)),
+    _rule("train.optimizer_in_backward", (f.IN_BACKWARD, _others(f.OPTIMIZERS, *f.ELEMENTWISE, f.ADAM_MINI)),
+          "{train.optimizer} works over all ranks at once", f"use optimizer: {values_of(f.ELEMENTWISE)}"),
+    _rule("train.optimizer_in_backward", (f.IN_BACKWARD, (f.SKIPS, f.SKIPS_LEAPS)),
           "an update that may be left out waits for all gradients", "leave it out, or use guard: back or stop"),
     _rule("train.optimizer_state", (f.BF16_STATES, _others(f.OPTIMIZERS, *CODED)),
-          "{train.optimizer} has its own way to store its states", f"leave it out, or use one of {named(CODED)}"),
+          "{train.optimizer} has its own way to store its states", f"leave it out, or use one of {values_of(CODED)}"),
     _rule("train.optimizer_state", (f.BF16_STATES, f.SGD, f.NO_MOMENTUM),
           "sgd without momentum (betas[0] = 0) has no state", "leave it out"),
     _rule("train.betas", (f.ADAFACTOR, f.OTHER_BETAS),
@@ -238,22 +240,22 @@ METHODS = (
 )  # fmt: skip
 
 WORKERS = (
-    _rule("apart", (f.APART, f.AXES), "works with ZeRO alone, not with {axes}", "leave the axes out, or apart",
-          shown="apart.meet"),
-    _rule("router.bias_update", (f.APART, f.BIAS_UPDATE), "workers that train apart average parameters alone",
+    _rule("diloco", (f.DILOCO, f.AXES), "works with ZeRO alone, not with {axes}", "leave the axes out, or diloco",
+          shown="diloco.server"),
+    _rule("router.bias_update", (f.DILOCO, f.BIAS_UPDATE), "DiLoCo workers average parameters alone",
           "leave it out"),
-    _rule("train.stop_early", (f.APART, f.STOP_EARLY),
+    _rule("train.early_stopping", (f.DILOCO, f.STOP_EARLY),
           "a worker that ends by itself would leave with its own weights, not those of all", "leave it out",
-          shown="train.stop_early.metric"),
-    _rule("export.checkpoint", (f.APART, f.EXPORT_BEST),
-          "the best checkpoint may lie between two meetings and hold one worker's weights", "use last"),
+          shown="train.early_stopping.metric"),
+    _rule("export.checkpoint", (f.DILOCO, f.EXPORT_BEST),
+          "the best checkpoint may lie between two synchronisations and hold one worker's weights", "use last"),
 )  # fmt: skip
 
 EVALUATIONS = (
-    _rule("train.stop_early", (f.STOP_EARLY, f.NO_EVALUATION), "nothing is evaluated", NEEDS_EVALUATION,
-          shown="train.stop_early.metric"),
-    _rule("train.stop_early", (f.STOP_EARLY, f.EVALUATION, f.AT_THE_END), "the run evaluates at its end only",
-          "set train.eval_every, e.g. 50", shown="train.stop_early.metric"),
+    _rule("train.early_stopping", (f.STOP_EARLY, f.NO_EVALUATION), "nothing is evaluated", NEEDS_EVALUATION,
+          shown="train.early_stopping.metric"),
+    _rule("train.early_stopping", (f.STOP_EARLY, f.EVALUATION, f.AT_THE_END), "the run evaluates at its end only",
+          "set train.eval_every, e.g. 50", shown="train.early_stopping.metric"),
     _rule("checkpoint.best", (f.OTHER_BEST, f.NO_EVALUATION), "nothing is evaluated", NEEDS_EVALUATION,
           shown="checkpoint.best.metric"),
     _rule("export.checkpoint", (f.EXPORT_BEST, f.NO_EVALUATION), "nothing is evaluated, so none is the best",
@@ -272,7 +274,7 @@ AIMS = (
     _rule("method.adapter", ((f.DPO, f.KTO), f.ADAPTERS, f.GOES_ON),
           "the reference would be the base without this adapter, not the model that training starts from",
           "merge the adapter into the base first and train a new one, or use objective: orpo"),
-    _rule("method.also", ((f.DPO, f.KTO), f.QLORA, f.TRAINED_WHOLE),
+    _rule("method.modules_to_save", ((f.DPO, f.KTO), f.QLORA, f.TRAINED_WHOLE),
           "the reference is the quantised base, which would be changed by training modules whole",
           "leave it out, or use method: lora"),
     _rule("router.aux_loss", (f.ROUTER, (f.SEQ2SEQ, f.MASKED)),
@@ -292,8 +294,10 @@ MEMORY = (
 MACHINES = (
     _rule("fp8", (f.FP8, (f.PRECISIONS[0], f.FP16)), "computes beside bf16, not {precision}",
           f"set precision: bf16, or {NO_FP8}", shown="fp8.recipe"),
-    _rule("fp8.keep", (f.KEPT_16, f.NO_FP8), "nothing multiplies in 8 bits", "set precision: fp8, or leave it out"),
-    _rule("fp8.fast", (f.FP8_FAST, f.NO_FP8), "nothing multiplies in 8 bits", "set precision: fp8, or leave it out"),
+    _rule("fp8.modules_to_not_convert", (f.KEPT_16, f.NO_FP8), "nothing multiplies in 8 bits",
+          "set precision: fp8, or leave it out"),
+    _rule("fp8.use_fast_accum", (f.FP8_FAST, f.NO_FP8), "nothing multiplies in 8 bits",
+          "set precision: fp8, or leave it out"),
     _rule("fp8.gather", (f.FP8_GATHER, f.NO_FP8), "nothing multiplies in 8 bits",
           "set precision: fp8, or leave it out"),
     _rule("fp8.gather", (f.FP8_GATHER, f.FP8[1]),

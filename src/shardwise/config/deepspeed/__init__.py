@@ -1,4 +1,4 @@
-"""DeepSpeed's JSON config in our terms: one table of every key, and an account of what was done with each."""
+"""Translates DeepSpeed's JSON config: one table of all keys, and an account of how each was handled."""
 
 from shardwise.config.deepspeed.merge import as_yaml, merge
 from shardwise.config.deepspeed.plan import KeyAccount

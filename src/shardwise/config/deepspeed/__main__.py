@@ -39,7 +39,7 @@ step of the schedule. A script's own loop (`shardwise.deepspeed`) follows DeepSp
 
 
 def page() -> str:
-    """The page as Markdown."""
+    """Returns docs/deepspeed.md as Markdown."""
     parts = [INTRODUCTION]
     for title, keys in SECTIONS.items():
         parts.append(f"## {title}\n\n| key | here | what becomes of it |\n| --- | --- | --- |")

@@ -11,7 +11,7 @@ TRAIN, MICRO, ROUNDS = "train_batch_size", "train_micro_batch_size_per_gpu", "gr
 
 @dataclass(frozen=True)
 class BatchSizes:
-    """The three numbers; None = left to the run (an "auto" that nothing decides)."""
+    """The three batch numbers; None = left to the run (an "auto" that nothing decides)."""
 
     train: int | None
     micro: int | None
@@ -19,7 +19,7 @@ class BatchSizes:
 
 
 def solve(plan: PartialTranslation) -> BatchSizes:
-    """Any two give the third, one gives the rest with one round; what contradicts or does not divide is an error."""
+    """Solves for the missing numbers: two give the third, one implies no accumulation; raises if they do not divide."""
     train, micro, rounds = (_given(plan, key) for key in (TRAIN, MICRO, ROUNDS))
     autos = {key for key in (TRAIN, MICRO, ROUNDS) if find(plan.config, key) == "auto"}
     train = _from_run(plan, TRAIN, "train.batch_size") if train is None else train
@@ -53,16 +53,18 @@ def solve(plan: PartialTranslation) -> BatchSizes:
 
 def _given(plan: PartialTranslation, key: str) -> int | None:
     value = plan.get(key)
-    return None if value is None else plan.whole(key, value, 1)
+    return None if value is None else plan.integer(key, value, 1)
 
 
 def _from_run(plan: PartialTranslation, key: str, target: str) -> int | None:
-    said = plan.said(target)
-    return None if said is MISSING or said in (None, "auto") else plan.whole(f"{key} ({target} of the run)", said, 1)
+    value = plan.run_value(target)
+    return (
+        None if value is MISSING or value in (None, "auto") else plan.integer(f"{key} ({target} of the run)", value, 1)
+    )
 
 
 def batch_rule(plan: PartialTranslation, key: str, value: object) -> str:
-    """The account's line of one of the three; the values are set by `put_batch`."""
+    """Account entry of one of the three keys; the values are set by `put_batch`."""
     batch = solve(plan)
     number = {TRAIN: batch.train, MICRO: batch.micro, ROUNDS: batch.rounds}[key]
     lead = "auto → " if value == "auto" else ""
@@ -75,11 +77,11 @@ def batch_rule(plan: PartialTranslation, key: str, value: object) -> str:
 
 
 def put_batch(plan: PartialTranslation) -> BatchSizes:
-    """Sets our two values."""
+    """Sets train.batch_size and train.micro_batch_size."""
     batch = solve(plan)
-    met = next((key for key in (TRAIN, MICRO, ROUNDS) if key in plan.config), TRAIN)
+    present = next((key for key in (TRAIN, MICRO, ROUNDS) if key in plan.config), TRAIN)
     if batch.train is not None:
-        plan.put(TRAIN if TRAIN in plan.config else met, "train.batch_size", batch.train)
+        plan.put(TRAIN if TRAIN in plan.config else present, "train.batch_size", batch.train)
     if batch.micro is not None:
-        plan.put(MICRO if MICRO in plan.config else met, "train.micro_batch_size", batch.micro)
+        plan.put(MICRO if MICRO in plan.config else present, "train.micro_batch_size", batch.micro)
     return batch

@@ -1,4 +1,4 @@
-"""Puts a translation into a run that is being loaded, and prints one as a RUN.yaml."""
+"""Merges a translated DeepSpeed config into a run being loaded, and prints it as a RUN.yaml."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from shardwise.config.paths import place
 def merge(
     values: dict[str, Any], origin: dict[str, str], config: dict[str, Any], ranks: int, file: str
 ) -> tuple[KeyAccount, ...]:
-    """Adds what the config decides to the run's values, in place, with origins; returns the account.
+    """Adds the values set by the config to the run's values, in place, with origins; returns the account.
 
-    The run's file must not contradict the config. The command line may: it is the last word, and the account says so.
+    The run's file must not contradict the config. The command line may: it takes precedence, and the account notes it.
     """
     last_word = {path: find(values, path) for path, where in origin.items() if where == "command line"}
     written = copy.deepcopy(values)
@@ -30,8 +30,8 @@ def merge(
         covered = next((p for p in last_word if f"{path}.".startswith(f"{p}.") or p.startswith(f"{path}.")), None)
         if covered is not None:
             if not same(last_word[covered], value):
-                told = f"{covered}: {show(last_word[covered])} on the command line has the last word"
-                notes.append(KeyAccount(source, value, "no effect", told))
+                note = f"{covered}: {show(last_word[covered])} on the command line has the last word"
+                notes.append(KeyAccount(source, value, "no effect", note))
             continue
         if find(values, path) is MISSING:
             place(values, path, value)
@@ -40,7 +40,7 @@ def merge(
 
 
 def as_yaml(translation: Translation, values: dict[str, Any], file: str) -> str:
-    """A RUN.yaml that says the same as the config: the account as comments, then the run's own values and these."""
+    """The RUN.yaml equivalent to the config: the account as comments, then the run's own and the translated values."""
     run = copy.deepcopy(values)
     run.get("parallel", {}).pop("deepspeed", None)
     placeholder = [name for name in ("model", "data") if name not in run]
@@ -49,19 +49,19 @@ def as_yaml(translation: Translation, values: dict[str, Any], file: str) -> str:
         place(run, path, value)
     lines = [f"# The equivalent of {file}, key by key:"]
     rows = [line(entry) for entry in translation.account]
-    width = min(60, max((len(met) for met, _, _ in rows), default=0))
-    lines += [f"#   {met:<{width}}  {verdict:<9}  {done}" for met, verdict, done in rows]
+    width = min(60, max((len(key) for key, _, _ in rows), default=0))
+    lines += [f"#   {key:<{width}}  {verdict:<9}  {done}" for key, verdict, done in rows]
     if placeholder:
         lines.append(f"# {' and '.join(placeholder)}: put in your own; a DeepSpeed config does not say.")
     return "\n".join(lines) + "\n" + yaml.safe_dump(run, sort_keys=False, allow_unicode=True, default_flow_style=None)
 
 
 def _leaves(values: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    found: list[tuple[str, Any]] = []
+    leaves: list[tuple[str, Any]] = []
     for key, value in values.items():
         path = f"{prefix}{key}"
-        found += _leaves(value, f"{path}.") if isinstance(value, dict) else [(path, value)]
-    return found
+        leaves += _leaves(value, f"{path}.") if isinstance(value, dict) else [(path, value)]
+    return leaves
 
 
 def _remove(values: dict[str, Any], path: str) -> None:

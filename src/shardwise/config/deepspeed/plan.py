@@ -1,8 +1,8 @@
-"""What a DeepSpeed config becomes while it is read: our values, and an account of each key that was met.
+"""State of a translation from a DeepSpeed config: our values, and an account of each key.
 
-Three voices may speak of one setting: the DeepSpeed config, RUN.yaml and our defaults. A key of the config and a key
-of RUN.yaml that contradict each other are a mistake, never a silent choice; "auto" asks for RUN.yaml's value or our
-default; and what the config leaves out takes DeepSpeed's default only where RUN.yaml is silent too.
+One setting may have three sources: the DeepSpeed config, RUN.yaml and our defaults. A key of the config and a key of
+RUN.yaml that contradict each other are an error, never a silent choice; "auto" takes RUN.yaml's value or our default;
+and a key missing from the config takes DeepSpeed's default only if RUN.yaml does not set it either.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ MISSING: Any = object()
 
 
 class NoEffect(str):
-    """What a rule returns where this value of an honoured key changes nothing, with the reason."""
+    """Returned by a rule if this value of a supported key changes nothing, with the reason."""
 
 
 class Auto(str):
-    """What a rule returns for "auto": the setting of ours that answers it, once the run is resolved."""
+    """Returned by a rule for "auto": names our setting that provides the value once the run is resolved."""
 
     target: str
 
     def __new__(cls, text: str, target: str) -> Auto:
-        made = super().__new__(cls, text)
-        made.target = target
-        return made
+        instance = super().__new__(cls, text)
+        instance.target = target
+        return instance
 
 
 @dataclass(frozen=True)
 class KeyAccount:
-    """One key of the account: what was met, and what became of it.
+    """One entry of the account: a key, its value, and how it was handled.
 
-    `given` is false for a default of DeepSpeed's that was taken over; `auto` names the setting that answers "auto".
+    `given` is false for a default adopted from DeepSpeed; `auto` names the setting that answers "auto".
     """
 
     key: str
@@ -54,7 +54,7 @@ class KeyAccount:
 
 @dataclass
 class PartialTranslation:
-    """A translation under way."""
+    """A translation in progress."""
 
     config: dict[str, Any]
     ranks: int
@@ -67,27 +67,27 @@ class PartialTranslation:
     sources: dict[str, str] = field(default_factory=dict)  # our path → DeepSpeed's key
 
     def get(self, path: str, default: Any = None) -> Any:
-        """A value of the config by dotted path; the default where it is absent, null or "auto"."""
+        """A value of the config by dotted path; the default if it is absent, null or "auto"."""
         value = find(self.config, path)
         return default if value is MISSING or value is None or value == "auto" else value
 
-    def said(self, target: str) -> Any:
-        """What RUN.yaml says of a setting of ours, or MISSING."""
+    def run_value(self, target: str) -> Any:
+        """RUN.yaml's value of a setting, or MISSING."""
         return find(self.run, target)
 
     def now(self, target: str) -> Any:
-        """The value a setting of ours has by now: the config's, else RUN.yaml's, else our default."""
+        """Current value of a setting: the config's, else RUN.yaml's, else our default."""
         for values in (self.values, self.run):
             if (value := find(values, target)) is not MISSING:
                 return value
         return default_of(target)
 
     def put(self, key: str, target: str, value: Any) -> str:
-        """Sets one of our values from a key of the config; RUN.yaml must not say otherwise."""
-        said = self.said(target)
-        undecided = said is MISSING or (said == "auto" and target in ("train.micro_batch_size", "precision"))
-        if not undecided and not same(said, value) and not self.forgiving:
-            problem = f"contradicts {target} = {said!r} of the run"
+        """Sets one of our values from a key of the config; raises if RUN.yaml contradicts it."""
+        existing = self.run_value(target)
+        undecided = existing is MISSING or (existing == "auto" and target in ("train.micro_batch_size", "precision"))
+        if not undecided and not same(existing, value) and not self.forgiving:
+            problem = f"contradicts {target} = {existing!r} of the run"
             raise self.mistake(key, self.get(key, None), problem, f'remove one of the two, or write "{key}": "auto"')
         earlier = find(self.values, target)
         if earlier is not MISSING and not same(earlier, value) and self.sources.get(target) != key:
@@ -99,8 +99,8 @@ class PartialTranslation:
         return f"{target}: {show(value)}"
 
     def put_default(self, key: str, target: str, value: Any) -> None:
-        """DeepSpeed's default for a key that is absent, unless RUN.yaml or another key decides."""
-        if self.said(target) is not MISSING or find(self.values, target) is not MISSING:
+        """Sets DeepSpeed's default for an absent key, unless RUN.yaml or another key decides."""
+        if self.run_value(target) is not MISSING or find(self.values, target) is not MISSING:
             return
         if same(default_of(target), value):
             return
@@ -109,40 +109,40 @@ class PartialTranslation:
         self.account.append(KeyAccount(key, None, "honoured", f"DeepSpeed's default → {target}: {show(value)}", False))
 
     def auto(self, target: str) -> str:
-        """What "auto" comes to: RUN.yaml's value, else our default; nothing is set."""
-        said = self.said(target)
-        if said is not MISSING:
-            return Auto(f"auto → {target}: {show(said)} (of the run)", target)
+        """Account entry for "auto": RUN.yaml's value, else our default; sets nothing."""
+        value = self.run_value(target)
+        if value is not MISSING:
+            return Auto(f"auto → {target}: {show(value)} (of the run)", target)
         return Auto(f"auto → {target}: {show(default_of(target))} (our default)", target)
 
     def mistake(self, key: str, value: Any, problem: str, remedy: str) -> UserError:
-        """A mistake in the config, named by its file and key."""
+        """UserError about the config, with its file and key."""
         return UserError(f"{self.file}: {key}", value, problem, remedy)
 
     # Checked reading. JSON's 5e8 is a float, and people write counts so.
     def number(self, key: str, value: Any, least: float = 0.0) -> float:
-        """A finite number of at least `least`."""
+        """Validates a finite number of at least `least`."""
         if isinstance(value, str):
             value = parse_number(value)
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not least <= value < float("inf"):
             raise self.mistake(key, value, "is not a number that fits here", f"write a number of at least {least:g}")
         return float(value)
 
-    def whole(self, key: str, value: Any, least: int = 0) -> int:
-        """A whole number of at least `least`."""
+    def integer(self, key: str, value: Any, least: int = 0) -> int:
+        """Validates an integer of at least `least`."""
         number = self.number(key, value, least)
         if not number.is_integer():
             raise self.mistake(key, value, "is not a whole number", "write e.g. 2")
         return int(number)
 
     def flag(self, key: str, value: Any) -> bool:
-        """true or false."""
+        """Validates true or false."""
         if not isinstance(value, bool):
             raise self.mistake(key, value, "is neither true nor false", "write true or false")
         return value
 
     def choice(self, key: str, value: Any, allowed: tuple[str, ...]) -> str:
-        """One of some names."""
+        """Validates one of the allowed names."""
         if value not in allowed:
             raise self.mistake(key, value, "is not known", f"use one of {', '.join(allowed)}")
         return str(value)
@@ -161,40 +161,41 @@ def find(values: Any, path: str) -> Any:
 
 
 def default_of(target: str) -> Any:
-    """Our own default of a setting; None for what has none."""
+    """Our default of a setting; None if it has none."""
     section: Any = Run
     for part in target.split("."):
         info = getattr(section, "model_fields", {}).get(part)
         if info is None:
             return None
-        default, section = info.default, _section(info.annotation)
+        default = info.default
+        section = _section(info.annotation)
     return list(default) if isinstance(default, tuple) else default
 
 
 def _section(annotation: Any) -> Any:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
-    return next((found for part in get_args(annotation) if (found := _section(part)) is not None), None)
+    return next((section for part in get_args(annotation) if (section := _section(part)) is not None), None)
 
 
-def same(ours: Any, theirs: Any) -> bool:
-    """Whether two values mean the same, `1e-4` and 0.0001 or `2GB` and 2000000000 included."""
-    if isinstance(ours, (list, tuple)) and isinstance(theirs, (list, tuple)):
-        return len(ours) == len(theirs) and all(same(a, b) for a, b in zip(ours, theirs, strict=True))
-    if isinstance(ours, dict) and isinstance(theirs, dict):
-        return all(key in ours and same(ours[key], value) for key, value in theirs.items())
-    if isinstance(ours, bool) or isinstance(theirs, bool):
-        return ours is theirs
-    if isinstance(ours, str) and isinstance(theirs, (int, float)):
+def same(first: Any, second: Any) -> bool:
+    """Whether two values are equal, including `1e-4` and 0.0001 or `2GB` and 2000000000."""
+    if isinstance(first, (list, tuple)) and isinstance(second, (list, tuple)):
+        return len(first) == len(second) and all(same(a, b) for a, b in zip(first, second, strict=True))
+    if isinstance(first, dict) and isinstance(second, dict):
+        return all(key in first and same(first[key], value) for key, value in second.items())
+    if isinstance(first, bool) or isinstance(second, bool):
+        return first is second
+    if isinstance(first, str) and isinstance(second, (int, float)):
         try:
-            return bool(parse_number(ours) == theirs or parse_size(ours) == theirs)
+            return bool(parse_number(first) == second or parse_size(first) == second)
         except ValueError:
             return False
-    return bool(ours == theirs)
+    return bool(first == second)
 
 
 def show(value: Any) -> str:
-    """A value as RUN.yaml would have it."""
+    """Formats a value as RUN.yaml would have it."""
     if value is None:
         return "null"
     if isinstance(value, bool):

@@ -1,4 +1,4 @@
-"""How each honoured key becomes a value of ours. A rule sets values on the plan and says what it did."""
+"""Rules that translate each supported key: a rule sets values on the plan and returns a description."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ REDUCE_BYTES = 4  # gradients are reduced in fp32
 
 
 def to(target: str, read: Callable[[PartialTranslation, str, Any], Any]) -> Rule:
-    """A key that is one of ours under another name."""
+    """Rule for a key that we have under another name."""
 
     def rule(plan: PartialTranslation, key: str, value: Any) -> str:
         return plan.auto(target) if value == "auto" else plan.put(key, target, read(plan, key, value))
@@ -30,32 +30,32 @@ def number(plan: PartialTranslation, key: str, value: Any) -> float:
 
 
 def count(plan: PartialTranslation, key: str, value: Any) -> int:
-    return plan.whole(key, value, 1)
+    return plan.integer(key, value, 1)
 
 
 # The step
 
 
 def clip(plan: PartialTranslation, key: str, value: Any) -> str:
-    """0 is DeepSpeed's way to say: do not clip."""
+    """Gradient clipping; 0 disables it in DeepSpeed."""
     if value == "auto":
-        return plan.auto("train.clip")
-    return plan.put(key, "train.clip", plan.number(key, value) or None)
+        return plan.auto("train.max_grad_norm")
+    return plan.put(key, "train.max_grad_norm", plan.number(key, value) or None)
 
 
 def steps_per_print(plan: PartialTranslation, key: str, value: Any) -> str:
-    """null is DeepSpeed's way to say: never; our reports then come as the run says."""
+    """Logging interval; null disables it in DeepSpeed, and keeps the run's setting here."""
     if value is None:
         return NoEffect("null asks for no report; the run reports as log.every says")
     if value == "auto":
         return plan.auto("log.every")
     if value == float("inf"):
         return NoEffect("infinity asks for no report; the run reports as log.every says")
-    return plan.put(key, "log.every", plan.whole(key, value, 1))
+    return plan.put(key, "log.every", plan.integer(key, value, 1))
 
 
 def only(*fine: Any, why: str, remedy: str) -> Rule:
-    """A key of which some values are what happens here anyway, and every other is refused."""
+    """Rule for a key of which some values match what we do anyway, and all others are rejected."""
 
     def rule(plan: PartialTranslation, key: str, value: Any) -> str:
         if value in fine or value == "auto":
@@ -66,32 +66,32 @@ def only(*fine: Any, why: str, remedy: str) -> Rule:
 
 
 def reduced_in(plan: PartialTranslation, key: str, value: Any) -> str:
-    """null is DeepSpeed's way to say: as gradients are; here they are fp32."""
+    """Dtype of the gradient reduction; null means the gradients' dtype in DeepSpeed, which is fp32 here."""
     if value is None:
-        return NoEffect("null leaves it to parallel.reduce")
+        return NoEffect("null leaves it to parallel.reduce_dtype")
     if value == "auto":
-        return plan.auto("parallel.reduce")
-    ours = {"fp32": "fp32", "bfp16": "bf16", "bf16": "bf16"}.get(value)
-    if ours is None:
+        return plan.auto("parallel.reduce_dtype")
+    dtype = {"fp32": "fp32", "bfp16": "bf16", "bf16": "bf16"}.get(value)
+    if dtype is None:
         raise plan.mistake(key, value, "gradients travel in fp32 or bf16", "use fp32 or bfp16")
-    return plan.put(key, "parallel.reduce", ours)
+    return plan.put(key, "parallel.reduce_dtype", dtype)
 
 
 # Precision
 
 
 def precision(plan: PartialTranslation, key: str, value: Any) -> str:
-    """fp16.enabled and bf16.enabled are two halves of one choice."""
+    """Precision from fp16.enabled and bf16.enabled together."""
     fp16, bf16 = (_enabled(plan, block) for block in ("fp16", "bf16"))
     if fp16 is True and bf16 is True:
         raise plan.mistake("fp16, bf16", None, "are both enabled", "set one of the two to false")
     if fp16 is True or bf16 is True:
         return plan.put(key, "precision", "fp16" if fp16 is True else "bf16")
     if "auto" in (fp16, bf16):
-        said = plan.said("precision")
+        value_of_run = plan.run_value("precision")
         out = {"fp16" if fp16 is False else "", "bf16" if bf16 is False else ""} - {""}
-        if said in out and not plan.forgiving:
-            raise plan.mistake(key, value, f"contradicts precision = {said!r} of the run", "make the two agree")
+        if value_of_run in out and not plan.forgiving:
+            raise plan.mistake(key, value, f"contradicts precision = {value_of_run!r} of the run", "make the two agree")
         return plan.auto("precision")
     return plan.put(key, "precision", "fp32")
 
@@ -105,7 +105,7 @@ def _enabled(plan: PartialTranslation, block: str) -> Any:
 
 
 def loss_scale(plan: PartialTranslation, key: str, value: Any) -> str:
-    """0 is DeepSpeed's way to say: dynamic."""
+    """Loss scale; 0 means dynamic in DeepSpeed."""
     if value == "auto":
         return plan.auto("loss_scale.value")
     return plan.put(key, "loss_scale.value", plan.number(key, value) or "dynamic")
@@ -114,7 +114,7 @@ def loss_scale(plan: PartialTranslation, key: str, value: Any) -> str:
 def initial_scale(plan: PartialTranslation, key: str, value: Any) -> str:
     if value == "auto":
         return plan.auto("loss_scale.initial")
-    return plan.put(key, "loss_scale.initial", 2.0 ** plan.whole(key, value))
+    return plan.put(key, "loss_scale.initial", 2.0 ** plan.integer(key, value))
 
 
 # Optimizer
@@ -135,7 +135,7 @@ _REFUSED = {
 
 
 def optimizer_type(plan: PartialTranslation, key: str, value: Any) -> str:
-    """DeepSpeed's Adam is AdamW unless told otherwise, and decays every parameter it is given."""
+    """Optimizer; DeepSpeed's Adam is AdamW by default and decays every parameter."""
     name = str(value).lower()
     if name not in OPTIMIZERS:
         why = _REFUSED.get(name, "this optimizer is not here")
@@ -145,7 +145,7 @@ def optimizer_type(plan: PartialTranslation, key: str, value: Any) -> str:
 
 
 def learning_rate(plan: PartialTranslation, key: str, value: Any) -> str:
-    """Where the scheduler names its own peak, DeepSpeed's optimizer never sees this one."""
+    """Learning rate; unused in DeepSpeed if the scheduler sets its own peak."""
     if value == "auto":
         return plan.auto("train.learning_rate")
     kind, rate = plan.get("scheduler.type"), plan.number(key, value)
@@ -175,7 +175,7 @@ def weight_decay(plan: PartialTranslation, key: str, value: Any) -> str:
 
 
 def adam_w_mode(plan: PartialTranslation, key: str, value: Any) -> str:
-    """Off means decay through the gradient, which is the same only where there is no decay."""
+    """Decoupled weight decay; off means L2 regularisation, which is only equivalent without decay."""
     if value == "auto" or plan.flag(key, value) or str(plan.get("optimizer.type")).lower() == "adamw":
         return "decoupled decay, as it is here always"
     if plan.get("optimizer.params.weight_decay", 0):
@@ -185,21 +185,21 @@ def adam_w_mode(plan: PartialTranslation, key: str, value: Any) -> str:
 
 
 def momentum(plan: PartialTranslation, key: str, value: Any) -> str:
-    """SGD's momentum is the first of our betas."""
+    """SGD's momentum, which is the first of our betas."""
     if value == "auto":
         return plan.auto("train.betas")
     return plan.put(key, "train.betas", [plan.number(key, value), list(plan.now("train.betas"))[1]])
 
 
 def optimizer_defaults(plan: PartialTranslation) -> None:
-    """What DeepSpeed's optimizers take for what is not given."""
+    """Sets DeepSpeed's defaults of the optimizer parameters that are not given."""
     kind = str(plan.get("optimizer.type", "")).lower()
     if kind not in OPTIMIZERS:
         return
-    given = plan.get("optimizer.params", {})
+    params = plan.get("optimizer.params", {})
 
     def default(name: str, target: str, value: Any) -> None:
-        if name not in given:
+        if name not in params:
             plan.put_default(f"optimizer.params.{name}", target, value)
 
     plan.put_default("optimizer.params", "train.decay_norms", True)  # it decays every parameter it is given
@@ -209,7 +209,7 @@ def optimizer_defaults(plan: PartialTranslation) -> None:
         default("betas", "train.betas", [0.9, 0.999])
     else:
         default("momentum", "train.betas", [0.0, 0.95])
-    decayed = kind in ("adam", "adamw") and bool(given.get("torch_adam"))
+    decayed = kind in ("adam", "adamw") and bool(params.get("torch_adam"))
     default("weight_decay", "train.weight_decay", 0.01 if decayed else 0.0)
 
 
@@ -224,7 +224,7 @@ _PEAKS = {
 
 
 def scheduler_type(plan: PartialTranslation, key: str, value: Any) -> str:
-    """The schedule by its own name; see [Note: DeepSpeed's schedules]."""
+    """Learning-rate schedule of the same name; see [Note: DeepSpeed's schedules]."""
     if value not in DEEPSPEED_SCHEDULES:
         known = ", ".join(DEEPSPEED_SCHEDULES)
         raise plan.mistake(key, value, "is not one of DeepSpeed's schedules", f"use one of {known}")
@@ -232,8 +232,9 @@ def scheduler_type(plan: PartialTranslation, key: str, value: Any) -> str:
 
 
 def schedule_parameter(plan: PartialTranslation, key: str, value: Any) -> str:
-    """A parameter of the schedule, under its own name."""
-    kind, name = str(plan.get("scheduler.type")), key.rpartition(".")[2]
+    """A parameter of the schedule, under the same name."""
+    kind = str(plan.get("scheduler.type"))
+    name = key.rpartition(".")[2]
     schedule = find(plan.values, "train.schedule")
     if find(plan.config, "scheduler.type") is not MISSING and not isinstance(schedule, dict):
         return NoEffect("the schedule is not known")  # which has been said
@@ -262,8 +263,9 @@ def _schedule_auto(plan: PartialTranslation, schedule: dict[str, Any], name: str
 
 
 def schedule_peak(plan: PartialTranslation, key: str, value: Any) -> str:
-    """The rate that the schedule is built around: train.learning_rate."""
-    kind, name = str(plan.get("scheduler.type")), key.rpartition(".")[2]
+    """Peak learning rate of the schedule: train.learning_rate."""
+    kind = str(plan.get("scheduler.type"))
+    name = key.rpartition(".")[2]
     if kind not in DEEPSPEED_SCHEDULES and find(plan.config, "scheduler.type") is not MISSING:
         return NoEffect("the schedule is not known")  # which has been said
     if _PEAKS.get(kind) != name:
@@ -280,10 +282,10 @@ def schedule_peak(plan: PartialTranslation, key: str, value: Any) -> str:
 
 
 def schedule_defaults(plan: PartialTranslation) -> None:
-    """Without a scheduler DeepSpeed's rate stays; WarmupDecayLR and LRRangeTest have a peak of their own."""
+    """Defaults: a constant rate without a scheduler; WarmupDecayLR and LRRangeTest have their own peak."""
     kind = plan.get("scheduler.type")
     if kind is None:
-        silent = all(plan.said(f"train.{name}") is MISSING for name in ("schedule", "warmup"))
+        silent = all(plan.run_value(f"train.{name}") is MISSING for name in ("schedule", "warmup"))
         if silent:
             plan.put_default("scheduler", "train.schedule", "constant")
             plan.put_default("scheduler", "train.warmup", 0)
@@ -302,14 +304,14 @@ def schedule_defaults(plan: PartialTranslation) -> None:
 
 
 def zero_as_flag(plan: PartialTranslation, key: str, value: Any) -> str:
-    """The form of early versions: true is stage 1."""
+    """ZeRO as a boolean, as in early versions: true is stage 1."""
     return plan.put(key, "parallel.zero", int(plan.flag(key, value)))
 
 
 def stage(plan: PartialTranslation, key: str, value: Any) -> str:
     if value == "auto":
         return plan.auto("parallel.zero")
-    number = plan.whole(key, value)
+    number = plan.integer(key, value)
     if number > 3:
         raise plan.mistake(key, value, "there are stages 0 to 3", "use 0, 1, 2 or 3")
     return plan.put(key, "parallel.zero", number)
@@ -318,11 +320,11 @@ def stage(plan: PartialTranslation, key: str, value: Any) -> str:
 DEVICES = {"none": "none", "cpu": "cpu", "nvme": "disk"}
 
 
-def offload_device(what: str, least_stage: int) -> Rule:
-    """Where the optimizer's states or the parameters live; nvme is our disk."""
+def offload_device(part: str, least_stage: int) -> Rule:
+    """Rule for where optimizer states or parameters are offloaded; nvme is our disk."""
 
     def rule(plan: PartialTranslation, key: str, value: Any) -> str:
-        target = f"offload.{what}"
+        target = f"offload.{part}"
         if value == "auto":
             return plan.auto(target)
         value = "none" if value is None else value
@@ -331,30 +333,30 @@ def offload_device(what: str, least_stage: int) -> Rule:
         if device != "none" and at < least_stage:
             return NoEffect(f"needs stage {least_stage}, and this is stage {at}; DeepSpeed leaves it out too")
         done = plan.put(key, target, device)
-        named = plan.get(f"{key.rpartition('.')[0]}.nvme_path") is not None
-        return done if device != "disk" or named else f"{done}, in {_own_folder(plan)}"
+        has_path = plan.get(f"{key.rpartition('.')[0]}.nvme_path") is not None
+        return done if device != "disk" or has_path else f"{done}, in {_own_folder(plan)}"
 
     return rule
 
 
 def _own_folder(plan: PartialTranslation) -> str:
-    """Where things on disk go if no path is given."""
+    """Offload folder if no path is given."""
     return str(plan.now("offload.disk") or Path(str(plan.now("output"))) / "offload")
 
 
-def cpu_offload(what: str) -> Rule:
-    """The flags of early versions."""
+def cpu_offload(part: str) -> Rule:
+    """Rule for the boolean offload flags of early versions."""
 
     def rule(plan: PartialTranslation, key: str, value: Any) -> str:
-        return plan.put(key, f"offload.{what}", "cpu" if plan.flag(key, value) else "none")
+        return plan.put(key, f"offload.{part}", "cpu" if plan.flag(key, value) else "none")
 
     return rule
 
 
 def nvme_path(plan: PartialTranslation, key: str, value: Any) -> str:
-    """One folder serves both; it matters where something goes to disk."""
-    what = "optimizer" if "offload_optimizer" in key else "parameters"
-    if plan.now(f"offload.{what}") != "disk":
+    """Offload folder; one serves both optimizer and parameters, and it only matters if one of them is on disk."""
+    part = "optimizer" if "offload_optimizer" in key else "parameters"
+    if plan.now(f"offload.{part}") != "disk":
         return NoEffect("nothing of this goes to nvme")
     if value in (None, "auto"):
         return NoEffect(f"not given: {_own_folder(plan)} is used")
@@ -373,11 +375,11 @@ def offload_ratio(plan: PartialTranslation, key: str, value: Any) -> str:
 
 
 def bucket(plan: PartialTranslation, key: str, value: Any) -> str:
-    """Elements there, bytes here: the smaller of the two buckets bounds the one we have."""
+    """Bucket size, in elements there and bytes here: the smaller of the two buckets sets ours."""
     if value == "auto":
         return plan.auto("parallel.bucket")
     name = key.rpartition(".")[2]
-    elements = plan.whole(key, value)
+    elements = plan.integer(key, value)
     if name == "allgather_bucket_size" and int(plan.now("parallel.zero")) == 3:
         return NoEffect("stage 3 gathers unit by unit; DeepSpeed reads it at stages 1 and 2 alone")
     if not elements:
@@ -391,17 +393,17 @@ def bucket(plan: PartialTranslation, key: str, value: Any) -> str:
     return f"{plan.put(key, 'parallel.bucket', size)} ({elements:,} elements of {REDUCE_BYTES} bytes)"
 
 
-def secondary_shard(plan: PartialTranslation, key: str, value: Any) -> str:
+def hpz_size(plan: PartialTranslation, key: str, value: Any) -> str:
     if value == "auto":
-        return plan.auto("parallel.secondary_shard")
-    size = plan.whole(key, value)
+        return plan.auto("parallel.hpz_size")
+    size = plan.integer(key, value)
     if size > 1 and int(plan.now("parallel.zero")) != 3:
         return NoEffect("hpZ is of stage 3; DeepSpeed leaves it out at other stages too")
-    return plan.put(key, "parallel.secondary_shard", size if size > 1 else None)
+    return plan.put(key, "parallel.hpz_size", size if size > 1 else None)
 
 
 def quantize(target: str) -> Rule:
-    """qwZ and qgZ are of stage 3 there."""
+    """Rule for qwZ and qgZ, which require stage 3 in DeepSpeed."""
 
     def rule(plan: PartialTranslation, key: str, value: Any) -> str:
         if value == "auto":
@@ -415,29 +417,29 @@ def quantize(target: str) -> Rule:
 
 
 def loco(plan: PartialTranslation, key: str, value: Any) -> str:
-    """LoCo's error feedback is ours, which has nothing to set."""
+    """LoCo error feedback; ours has no parameters."""
     if value in (None, "auto") or value == {}:
-        return NoEffect("not given; qgZ adds what rounding lost all the same, unless parallel.gradient_feedback: false")
+        return NoEffect("not given; qgZ adds what rounding lost all the same, unless parallel.error_feedback: false")
     if not isinstance(value, dict) or (unknown := sorted(set(value) - {"err_beta", "reset_T"})):
-        what = f"has no {unknown[0]}" if isinstance(value, dict) else "is not a block"
-        raise plan.mistake(key, value, what, 'write e.g. {"err_beta": 0.8, "reset_T": 1024}')
+        problem = f"has no {unknown[0]}" if isinstance(value, dict) else "is not a block"
+        raise plan.mistake(key, value, problem, 'write e.g. {"err_beta": 0.8, "reset_T": 1024}')
     if not plan.now("parallel.quantize_gradients"):
         return NoEffect("goes with zero_quantized_gradients, which are off")
     idle = "what is lost is added whole, and dropped at each checkpoint"
-    return f"{plan.put(key, 'parallel.gradient_feedback', True)}; {' and '.join(value)} without effect: {idle}"
+    return f"{plan.put(key, 'parallel.error_feedback', True)}; {' and '.join(value)} without effect: {idle}"
 
 
 def mics(plan: PartialTranslation, key: str, value: Any) -> str:
-    """MiCS is hybrid sharding; below 1 it is off."""
+    """MiCS, which is hybrid sharding; values below 1 disable it."""
     size = int(plan.number(key, value, -1))
-    return plan.put(key, "parallel.shard", size) if size > 0 else NoEffect("off")
+    return plan.put(key, "parallel.dp_shard_size", size) if size > 0 else NoEffect("off")
 
 
 # Activations and reports
 
 
 def cpu_checkpointing(plan: PartialTranslation, key: str, value: Any) -> str:
-    """Inputs of recomputed blocks on the host; needs recomputation."""
+    """Offload of activation checkpoints to the host; requires recomputation."""
     if value == "auto" or not plan.flag(key, value):
         return NoEffect("off")
     plan.put(key, "recompute", "full")
@@ -445,7 +447,7 @@ def cpu_checkpointing(plan: PartialTranslation, key: str, value: Any) -> str:
 
 
 def csv_folder(plan: PartialTranslation, key: str, value: Any) -> str:
-    """One folder from output_path and job_name, as DeepSpeed joins them."""
+    """Folder from output_path and job_name, as DeepSpeed joins them."""
     if not plan.get("csv_monitor.enabled", False):
         return NoEffect("csv_monitor is off")
     path = plan.get("csv_monitor.output_path", "")

@@ -1,7 +1,7 @@
-"""Every key of DeepSpeed's config, in one table: what becomes of it here, and why.
+"""Every key of DeepSpeed's config in one table: how it is handled here, and why.
 
-The order is the order of translation (the stage before what depends on it). A path that ends in `.*` stands for a whole
-block whose keys share one fate. docs/deepspeed.md is printed from this table.
+The order is the order of translation (the stage before what depends on it). A path that ends in `.*` stands for a full
+block whose keys are handled alike. docs/deepspeed.md is generated from this table.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ OFF = (False, None, "none", 0)
 
 @dataclass(frozen=True)
 class Key:
-    """One row: the path, the verdict, our equivalent or the reason, and for honoured keys the rule that translates.
+    """One row: the path, the verdict, our equivalent or the reason, and the rule that translates a supported key.
 
-    `off` are the values of a refused key that ask for nothing and pass.
+    `off` are the values of a rejected key that request nothing and are accepted.
     """
 
     path: str
@@ -44,12 +44,12 @@ def refused(path: str, note: str, remedy: str = "remove the key", off: tuple[Any
 
 
 def several(prefix: str, names: str, note: str) -> list[Key]:
-    """Rows with one reason."""
+    """Rows of keys that share one reason."""
     return [idle(f"{prefix}.{name}", note) for name in names.split()]
 
 
 def scheduled(names: str) -> list[Key]:
-    """Parameters that our schedule of the same name takes under the same name."""
+    """Rows of schedule parameters that our schedule takes under the same name."""
     return [
         honoured(f"scheduler.params.{name}", f"`train.schedule.{name}`", r.schedule_parameter) for name in names.split()
     ]
@@ -79,9 +79,10 @@ PRECISION = [
     honoured("bfloat16.enabled", "the old name of bf16.enabled", r.precision),
     honoured("fp16.loss_scale", "`loss_scale.value`; 0 = `dynamic`", r.loss_scale),
     honoured("fp16.initial_scale_power", "`loss_scale.initial`, 2 to this power", r.initial_scale),
-    honoured("fp16.loss_scale_window", "`loss_scale.growth_every`", r.to("loss_scale.growth_every", r.count)),
+    honoured("fp16.loss_scale_window", "`loss_scale.growth_interval`", r.to("loss_scale.growth_interval", r.count)),
     honoured("fp16.hysteresis", "`loss_scale.hysteresis`", r.to("loss_scale.hysteresis", r.count)),
-    honoured("fp16.consecutive_hysteresis", "`loss_scale.refill`", r.to("loss_scale.refill", r.flag)),
+    honoured("fp16.consecutive_hysteresis", "`loss_scale.consecutive_hysteresis`",
+             r.to("loss_scale.consecutive_hysteresis", r.flag)),
     honoured("fp16.min_loss_scale", "`loss_scale.minimum`", r.to("loss_scale.minimum", r.number)),
     idle("fp16.auto_cast", "inputs to each block are cast with the block's weights; token ids need no cast"),
     refused("fp16.fp16_master_weights_and_grads", "master weights are fp32 here", "set it to false; bf16 states: "
@@ -100,13 +101,14 @@ PRECISION = [
     idle("data_types.param_dtype", "the compute type is that of the fp16 or bf16 block; masters are fp32"),
     idle("data_types.buffer_dtype", "buffers keep the type the model gives them"),
     idle("data_types.keep_in_fp32_modules", "masters are fp32, and buffers keep the type the model gives them"),
-    honoured("communication_data_type", "`parallel.reduce`: fp32, or bfp16 = `bf16`; fp16 is refused", r.reduced_in),
+    honoured("communication_data_type", "`parallel.reduce_dtype`: fp32, or bfp16 = `bf16`; fp16 is refused",
+             r.reduced_in),
     idle("seq_parallel_communication_data_type", "exchanged as they are computed"),
-    idle("fp32_allreduce", "gradients are reduced in fp32 unless `parallel.reduce: bf16`"),
+    idle("fp32_allreduce", "gradients are reduced in fp32 unless `parallel.reduce_dtype: bf16`"),
 ]  # fmt: skip
 
 STEP = [
-    honoured("gradient_clipping", "`train.clip`; 0 = `null`", r.clip),
+    honoured("gradient_clipping", "`train.max_grad_norm`; 0 = `null`", r.clip),
     honoured("steps_per_print", "`log.every`", r.steps_per_print),
     idle("prescale_gradients", "the mean is taken in fp32, where the order of division does not matter"),
     idle("gradient_predivide_factor", "the mean is taken in fp32, where the order of division does not matter"),
@@ -184,16 +186,16 @@ ZERO = [
              r.bucket),
     honoured(f"{_Z}.allgather_bucket_size", "`parallel.bucket` at stages 0 to 2; the smaller of the two counts",
              r.bucket),
-    honoured(f"{_Z}.zero_hpz_partition_size", "`parallel.secondary_shard` (hpZ); 1 = off", r.secondary_shard),
+    honoured(f"{_Z}.zero_hpz_partition_size", "`parallel.hpz_size` (hpZ); 1 = off", r.hpz_size),
     honoured(f"{_Z}.zero_quantized_weights", "`parallel.quantize_weights` (qwZ)",
              r.quantize("parallel.quantize_weights")),
     honoured(f"{_Z}.zero_quantized_gradients", "`parallel.quantize_gradients` (qgZ): 4 bits; 8 within the nodes "
              "of a group of several nodes with several ranks each",
              r.quantize("parallel.quantize_gradients")),
     refused(f"{_Z}.zero_quantized_nontrainable_weights", "every weight is trained here, so none is kept quantised"),
-    honoured(f"{_Z}.mics_shard_size", "`parallel.shard` (hybrid sharding); below 1 = off", r.mics),
+    honoured(f"{_Z}.mics_shard_size", "`parallel.dp_shard_size` (hybrid sharding); below 1 = off", r.mics),
     idle(f"{_Z}.mics_hierarchical_params_gather", "a shard group gathers in one go"),
-    honoured(f"{_Z}.zeropp_loco_param", "`parallel.gradient_feedback: true` (LoCo; qgZ has it by default). `err_beta` "
+    honoured(f"{_Z}.zeropp_loco_param", "`parallel.error_feedback: true` (LoCo; qgZ has it by default). `err_beta` "
              "and `reset_T` have no counterpart: what is lost is added whole, and dropped at each checkpoint", r.loco),
     idle(f"{_Z}.overlap_comm", "communication overlaps with compute always"),
     idle(f"{_Z}.contiguous_gradients", "the gradients of a unit are reduced through one contiguous buffer always"),

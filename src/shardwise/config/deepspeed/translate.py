@@ -1,4 +1,4 @@
-"""From a DeepSpeed config to our values, with an account that misses no key."""
+"""Translates a DeepSpeed config to our values, with an account of every key."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from shardwise.core.errors import UserError, together
 
 @dataclass(frozen=True)
 class Translation:
-    """A DeepSpeed config in our terms.
+    """A translated DeepSpeed config.
 
-    `values` has RUN.yaml's shape and holds only what the config decides; `account` has each key that was met, and
-    DeepSpeed's defaults that were taken over; `sources` names the key behind each of our values by dotted path.
+    `values` has RUN.yaml's shape and holds only what the config decides; `account` has every key of the config and the
+    defaults adopted from DeepSpeed; `sources` maps each of our values, by dotted path, to the key it came from.
     """
 
     values: dict[str, Any]
@@ -40,18 +40,18 @@ def translate(
     file: str = "ds_config.json",
     forgiving: bool = False,
 ) -> Translation:
-    """Translates; raises UserError for all keys that are unknown, refused, wrong, or contradict the run.
+    """Translates a config; raises UserError for all keys that are unknown, rejected, invalid, or contradict the run.
 
-    `run` is what RUN.yaml says (nested): it answers "auto". `forgiving` lets it contradict (the command line).
+    `run` holds RUN.yaml's values (nested), which answer "auto". `forgiving` allows contradictions (the command line).
     """
     plan = PartialTranslation(config, ranks, run or {}, file, forgiving)
-    met = dict(_met(plan, config))
+    keys = dict(_met(plan, config))
     order = {path: place for place, path in enumerate(TABLE)}
     if find(config, "zero_optimization.stage") is MISSING and not isinstance(config.get("zero_optimization"), bool):
         plan.put_default("zero_optimization.stage", "parallel.zero", 0)
-    for path in sorted(met, key=lambda p: order[_row(p).path]):
+    for path in sorted(keys, key=lambda p: order[_row(p).path]):
         with _collected(plan):
-            _account(plan, path, met[path])
+            _account(plan, path, keys[path])
     batch = BatchSizes(None, None, None)
     with _collected(plan):
         batch = put_batch(plan)
@@ -65,7 +65,7 @@ def translate(
 
 @contextmanager
 def _collected(plan: PartialTranslation) -> Iterator[None]:
-    """Keeps a mistake for the end: all are told at once."""
+    """Collects errors, to report all of them at once."""
     try:
         yield
     except UserError as error:
@@ -73,7 +73,7 @@ def _collected(plan: PartialTranslation) -> Iterator[None]:
 
 
 def read_config(file: Path) -> dict[str, Any]:
-    """Reads the JSON file; a key given twice is refused, as by DeepSpeed."""
+    """Reads the JSON file; rejects duplicate keys, as DeepSpeed does."""
 
     def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
         result = dict(items)
@@ -104,7 +104,7 @@ def read_config(file: Path) -> dict[str, Any]:
 
 
 def _met(plan: PartialTranslation, values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Every key of the config that the table has a row for; a block of one row counts as one key."""
+    """Yields every key of the config that has a row in the table; a block of one row counts as one key."""
     for name, value in values.items():
         path = f"{prefix}{name}"
         if (path in TABLE and not (isinstance(value, dict) and _is_section(path))) or f"{path}.*" in TABLE:
@@ -149,7 +149,7 @@ def _account(plan: PartialTranslation, path: str, value: Any) -> None:
 
 
 def _switched_off(value: Any) -> bool:
-    """A block that asks for nothing: `enabled` is false there, or wherever it stands below."""
+    """Whether a block requests nothing: `enabled` is false in it, or everywhere below."""
     if not isinstance(value, dict):
         return False
     if "enabled" in value:
@@ -164,15 +164,15 @@ def _brief(value: Any) -> Any:
 
 
 def _nearest(path: str) -> str:
-    """The key that was meant: the nearest in its block, else the same or a near name elsewhere."""
+    """Suggestion for an unknown key: the closest in its block, else the same or a similar name elsewhere."""
     block, _, name = path.rpartition(".")
     names = {known.removesuffix(".*") for known in TABLE}
     names |= {parent for known in names for parent in _parents(known)}
-    here = {known.rpartition(".")[2]: known for known in names if known.rpartition(".")[0] == block}
+    siblings = {known.rpartition(".")[2]: known for known in names if known.rpartition(".")[0] == block}
     anywhere = {known.rpartition(".")[2]: known for known in sorted(names, reverse=True)}
     if name in anywhere:
         return f"did you mean {anywhere[name]}?"
-    for known in (here, anywhere):
+    for known in (siblings, anywhere):
         if near := difflib.get_close_matches(name, list(known), n=1, cutoff=0.6):
             return f"did you mean {known[near[0]]}?"
     return "docs/deepspeed.md has every key; remove this one"
@@ -184,20 +184,20 @@ def _parents(path: str) -> list[str]:
 
 
 def _defaults(plan: PartialTranslation) -> None:
-    """What DeepSpeed does where the config is silent, unless the run speaks."""
+    """Applies DeepSpeed's defaults for missing keys, unless the run sets them."""
     rules.optimizer_defaults(plan)
     rules.schedule_defaults(plan)
     blocks = [find(plan.config, f"{name}.enabled") for name in ("fp16", "bf16", "bfloat16")]
     if all(value is MISSING for value in blocks):
         plan.put_default("fp16, bf16", "precision", "fp32")
     if blocks[0] in (True, "auto"):
-        plan.put_default("fp16.loss_scale_window", "loss_scale.growth_every", 1000)
+        plan.put_default("fp16.loss_scale_window", "loss_scale.growth_interval", 1000)
         plan.put_default("fp16.hysteresis", "loss_scale.hysteresis", 2)
 
 
 def line(entry: KeyAccount, run: dict[str, Any] | None = None) -> tuple[str, str, str]:
-    """One entry as three columns: key and value, verdict, what was done; with the resolved run, what "auto" became."""
-    met = f"{entry.key}: {show(entry.value)}" if entry.given else f"({entry.key})"
+    """One entry as three columns: key and value, verdict, action; with the resolved run, also the value of "auto"."""
+    key = f"{entry.key}: {show(entry.value)}" if entry.given else f"({entry.key})"
     final = find(run, entry.auto) if run and entry.auto else MISSING
     answer = "" if final is MISSING or f"{entry.auto}: {show(final)} " in entry.done else f" → {show(final)}"
-    return met, entry.verdict, entry.done + answer
+    return key, entry.verdict, entry.done + answer

@@ -1,1 +1,1 @@
-"""What devices, links and clusters can do: the catalogue, measurements on this host, arithmetic of a model."""
+"""Specifications of devices, links and clusters: the catalogue, measurements on this host, FLOPs of a model."""

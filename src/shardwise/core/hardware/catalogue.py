@@ -31,7 +31,7 @@ class _Entry(BaseModel):
 
 
 class Peaks(_Entry):
-    """TFLOP/s, dense; None where a device lacks the format or no figure is published."""
+    """Dense TFLOP/s; None if a device lacks the format or no figure is published."""
 
     fp32: Above0 | None = None
     tf32: Above0 | None = None
@@ -41,7 +41,7 @@ class Peaks(_Entry):
 
 
 class NodeEntry(_Entry):
-    """What stands around the devices of one node."""
+    """Everything around the devices of one node."""
 
     per_node: Annotated[int, Field(ge=1)]
     host_memory: Above0
@@ -60,7 +60,7 @@ class LinkEntry(_Entry):
 
 
 class DeviceEntry(_Entry):
-    """One kind of device and where it usually stands."""
+    """One kind of device and its usual node."""
 
     torch: tuple[str, ...] = ()
     aliases: tuple[str, ...] = ()
@@ -80,7 +80,7 @@ class DeviceEntry(_Entry):
 
 
 class Catalogue(_Entry):
-    """All that is known, by name; `source` is the file that said the last word."""
+    """All entries by name; `source` is the last file that contributed."""
 
     source: str
     links: dict[str, LinkEntry]
@@ -89,14 +89,14 @@ class Catalogue(_Entry):
 
 
 def catalogue() -> Catalogue:
-    """The table with the user's file over it; read again when that file changes."""
-    named = os.environ.get(VARIABLE)
-    file = Path(named).expanduser() if named else config_root() / "hardware.yaml"
+    """The shipped table merged with the user's file; reloaded when that file changes."""
+    path = os.environ.get(VARIABLE)
+    file = Path(path).expanduser() if path else config_root() / "hardware.yaml"
     try:
         changed = file.stat().st_mtime_ns
     except OSError:
-        if named:
-            raise UserError(f"${VARIABLE}", named, "no such file", "correct the path, or unset the variable") from None
+        if path:
+            raise UserError(f"${VARIABLE}", path, "no such file", "correct the path, or unset the variable") from None
         return _read(None, 0)
     return _read(str(file), changed)
 
@@ -114,7 +114,7 @@ def _read(own: str | None, _changed: int) -> Catalogue:
 
 
 def _merged(known: dict[str, Any], extra: Any, file: str) -> dict[str, Any]:
-    """The shipped table with the user's entries laid over it."""
+    """The shipped table with the user's entries merged over it."""
     if not isinstance(extra, dict) or any(not isinstance(part, dict) for part in extra.values()):
         raise UserError(
             file, None, "is not a table of sections", f"write {', '.join(SECTIONS)}, each with named entries"
@@ -131,7 +131,7 @@ def _merged(known: dict[str, Any], extra: Any, file: str) -> dict[str, Any]:
 
 
 def _start(entries: dict[str, Any], name: str, fields: dict[str, Any], where: str) -> dict[str, Any]:
-    """What an entry's fields are laid over: its model, itself, or nothing."""
+    """The base that an entry's fields are merged over: its `like` entry, itself, or nothing."""
     like = fields.get("like")
     if like is None:
         return dict(entries.get(name, {}))
@@ -150,7 +150,7 @@ def _over(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
 
 
 def _validated(table: dict[str, Any], file: str) -> Catalogue:
-    """Entries checked, with the nodes that devices name put in."""
+    """Validated entries, with the nodes that devices refer to resolved."""
     for name, device in table["devices"].items():
         device["node"] = _node(table["nodes"], device.get("node"), f"{file}: devices.{name}.node")
         for field, section in (("within", "links"), ("across", "networks")):

@@ -1,6 +1,6 @@
-"""How fast the hardware could be, and how much work a token is: the two halves of model FLOPs utilisation (MFU).
+"""Peak hardware speed and FLOPs per token: the two halves of model FLOPs utilisation (MFU).
 
-An MFU against a wrong peak is worse than none, so a device counts only when its whole name is known: laptop parts,
+An MFU against a wrong peak is worse than none, so a device counts only when its full name is known: laptop parts,
 MIG slices, virtual GPUs and regional variants ("RTX 4090 D") share a prefix with a known device but not its speed.
 """
 
@@ -13,7 +13,7 @@ _FORMATS = {"bf16": "bf16", "bfloat16": "bf16", "fp16": "fp16", "float16": "fp16
 
 
 def peak_flops(device_name: str, dtype: str) -> float | None:
-    """Returns the dense peak in FLOP/s of one device by the name torch reports, or None where it is not known."""
+    """Returns the dense peak in FLOP/s of one device by the name torch reports, or None if it is not known."""
     column = _FORMATS.get(dtype.removeprefix("torch."))
     return None if column is None else peak_of(device_name, column)
 
@@ -28,12 +28,11 @@ def flops_per_token(
     stacks: int = 1,
     causal: bool = True,
 ) -> float:
-    """Returns the FLOPs that training spends on one token, forward and backward, recomputation not counted.
+    """Returns the FLOPs that training spends on one token, forward and backward, without recomputation.
 
     `embedding_parameters` are those that are looked up and never multiplied: the input embedding, but not an output
-    head, and nothing where head and embedding are one tied matrix. `hidden` is heads x head size. Of `frozen`
-    parameters no gradient is computed. A token goes through one of an encoder–decoder's two `stacks`, taken to be as
-    large and as much used as the other.
+    head, and nothing if head and embedding are tied. `hidden` is heads x head size. `frozen` parameters get no
+    gradient. A token goes through one of an encoder–decoder's two `stacks`, assumed to be of equal size and use.
     """
     # Each weight is one multiply-add (2 FLOPs) forward; backward does it twice, for inputs and for weights: 2 x 3 = 6.
     matmul = (6 * (parameters - embedding_parameters) - 2 * max(0, frozen - embedding_parameters)) / stacks

@@ -1,6 +1,6 @@
-"""What `shardwise bench` measured on this host: kept in the cache, one file per host and device.
+"""Measurements of `shardwise bench` on this host: cached, one file per host and device.
 
-A figure that was not measured stays None, and the table's is used in its place.
+A figure that was not measured is None, and the table's is used instead.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ VERSION = 1  # raise it when a figure changes its meaning: older files are then 
 
 @dataclass(frozen=True)
 class MeasuredDevice:
-    """Figures of one device on one host, in bytes, seconds and FLOP/s."""
+    """Measurements of one device on one host, in bytes, seconds and FLOP/s."""
 
     device: str  # as torch reports it, or "cpu"
     host: str
@@ -45,13 +45,13 @@ class MeasuredDevice:
 
 
 def measured_file(device: str, host: str | None = None) -> Path:
-    """Where the figures of a device on a host (this one) lie."""
+    """Path of the measurements of a device on a host (default: this one)."""
     name = re.sub(r"[^A-Za-z0-9.]+", "-", f"{host or socket.gethostname()}-{device}").strip("-")
     return cache_root() / "bench" / f"{name}.json"
 
 
 def read_measured(device: str) -> MeasuredDevice | None:
-    """The figures of this device on this host; None if there are none, or none that this version understands."""
+    """Measurements of this device on this host; None if there are none that this version can read."""
     try:
         stored = json.loads(measured_file(device).read_text())
         return MeasuredDevice(**stored["measured"]) if stored["version"] == VERSION else None
@@ -60,7 +60,7 @@ def read_measured(device: str) -> MeasuredDevice | None:
 
 
 def write_measured(measured: MeasuredDevice) -> Path:
-    """Stores the figures: whole, or not at all."""
+    """Stores the measurements atomically."""
     file = measured_file(measured.device, measured.host)
     file.parent.mkdir(parents=True, exist_ok=True)
     handle, partial = tempfile.mkstemp(dir=file.parent, suffix=".partial")
@@ -95,11 +95,14 @@ def applied(measured: MeasuredDevice, cluster: Cluster) -> Cluster:
 
 
 def _device(measured: MeasuredDevice, device: Device) -> Device:
-    """Measured speeds as shares of the table's peak, so that MFU keeps its meaning.
+    """Measured speeds as fractions of the table's peak, so that MFU keeps its meaning.
 
-    On a CPU there is no peak to speak of: the measured speed becomes it.
+    A CPU has no published peak: the measured speed is used as such.
     """
-    peak, matmul, stream, bandwidth = device.peak, device.matmul, device.stream, device.bandwidth
+    peak = device.peak
+    matmul = device.matmul
+    stream = device.stream
+    bandwidth = device.bandwidth
     if device.kind == "cpu":
         peak = {**peak, **{precision: speed / matmul for precision, speed in measured.matmul.items()}}
         bandwidth = measured.stream / stream if measured.stream else bandwidth

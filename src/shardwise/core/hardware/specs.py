@@ -1,7 +1,7 @@
-"""What devices, links and clusters can do, in plain units: bytes, seconds, FLOP/s.
+"""Specifications of devices, links and clusters, in plain units: bytes, seconds, FLOP/s.
 
 `cluster_of("h100", nodes=2)` builds one from the table (`hardware.yaml`, and the user's own file over it),
-`this_machine()` describes the machine it runs on, with what `shardwise bench` measured there in place of the table.
+`this_machine()` describes the current machine, with measurements of `shardwise bench` in place of the table.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _VENDOR = re.compile(r"AMD INSTINCT |(NVIDIA )?(GEFORCE |TESLA )?")
 
 
 class Attention(NamedTuple):
-    """What flash attention reaches; for backward, 2.5 times the forward FLOPs are counted."""
+    """Speed of flash attention; for backward, 2.5 times the forward FLOPs are counted."""
 
     forward: float
     backward: float
@@ -49,21 +49,23 @@ class Device:
     reached: dict[str, float] = field(default_factory=dict, hash=False)  # measured FLOP/s of matmuls by precision
 
     def flops(self, precision: str) -> float:
-        """FLOP/s that large matmuls reach in a precision; in one the device lacks, that of the next wider it has."""
+        """FLOP/s of large matmuls in a precision; if the device lacks it, of the next wider one."""
         computed = self.computes(precision)
         return self.reached.get(computed, self.matmul * self.peak[computed])
 
     def attention_flops(self) -> Attention:
-        """FLOP/s that flash attention reaches, forward and backward."""
+        """FLOP/s of flash attention, forward and backward."""
         peak = self.peak[self.attends()]
         return Attention(self.attention.forward * peak, self.attention.backward * peak)
 
     def attends(self) -> str:
-        """The precision whose peak the shares of attention are of: bf16, fp16 on older GPUs, fp32 on a CPU."""
-        return "fp32" if self.kind == "cpu" else "bf16" if "bf16" in self.peak else self.computes("fp16")
+        """The precision that attention speeds refer to: bf16, fp16 on older GPUs, fp32 on a CPU."""
+        if self.kind == "cpu":
+            return "fp32"
+        return "bf16" if "bf16" in self.peak else self.computes("fp16")
 
     def computes(self, precision: str) -> str:
-        """The precision that the device computes in when asked for another: itself, or the next wider it has."""
+        """The precision the device actually computes in: the requested one, or the next wider it has."""
         assert precision in PRECISIONS, precision
         wider = {"fp8": ("fp8", "bf16", "fp16"), "bf16": ("bf16",), "fp16": ("fp16", "bf16"), "tf32": ("tf32",)}
         return next((p for p in (*wider.get(precision, ()), "fp32") if p in self.peak), next(iter(self.peak)))
@@ -71,7 +73,7 @@ class Device:
 
 @dataclass(frozen=True)
 class LinkSpec:
-    """What one device gets of a link."""
+    """One device's share of a link."""
 
     bandwidth: float  # bytes/s, each direction
     latency: float  # seconds per hop
@@ -79,7 +81,7 @@ class LinkSpec:
 
 @dataclass(frozen=True)
 class Cluster:
-    """Equal nodes of equal devices."""
+    """Identical nodes of identical devices."""
 
     device: Device
     nodes: int
@@ -94,33 +96,33 @@ class Cluster:
 
     @property
     def ranks(self) -> int:
-        """Devices in all."""
+        """Total number of devices."""
         return self.nodes * self.per_node
 
     @property
     def label(self) -> str:
-        """Nodes, devices in each, and which."""
+        """Number of nodes, devices in each, and their name."""
         return f"{self.nodes} × {self.per_node} × {self.device.name}" if self.ranks > 1 else self.device.name
 
 
 def find_device(name: str) -> Device:
-    """The device by its name, an alias, or the name that torch reports; an unknown one is told with the nearest."""
+    """Looks up a device by name, alias, or the name that torch reports; raises UserError with the closest match."""
     key, entry = _find(name)
     return _device(key, entry)
 
 
 def device_names() -> list[str]:
-    """The names that `find_device` knows, without aliases."""
+    """Names that `find_device` knows, without aliases."""
     return list(catalogue().devices)
 
 
 def network_names() -> list[str]:
-    """The networks that `cluster_of` knows, without aliases."""
+    """Networks that `cluster_of` knows, without aliases."""
     return list(catalogue().networks)
 
 
 def peak_of(torch_name: str, precision: str) -> float | None:
-    """Dense peak FLOP/s of the device that torch reports under this whole name; None where it is not known."""
+    """Dense peak FLOP/s of the device with this full torch name; None if it is not known."""
     entry = _by_torch_name(torch_name)
     figure = getattr(entry[1].peak, precision) if entry else None
     return None if figure is None else float(figure) * TERA
@@ -138,7 +140,7 @@ def cluster_of(
     disk_read: float | None = None,
     disk_write: float | None = None,
 ) -> Cluster:
-    """A cluster of a known device with its usual links, prices and hosts; what is given replaces the usual.
+    """A cluster of a known device with its usual links, prices and hosts; arguments override these.
 
     `memory` is bytes per device, `host_memory` bytes per node, disks are bytes/s per node.
     """
@@ -147,7 +149,8 @@ def cluster_of(
             raise UserError(name, count, "must be at least 1", "give the number of nodes and of devices in each")
     known = catalogue()
     key, entry = _find(gpu)
-    device, node = _device(key, entry), entry.node
+    device = _device(key, entry)
+    node = entry.node
     devices = per_node or node.per_node
     inner = _link("within", within or entry.within, known.links)
     outer = _link("network", network or entry.across, known.networks)
@@ -166,20 +169,20 @@ def cluster_of(
 
 
 def this_machine(measured: bool = True) -> Cluster:
-    """This machine as a cluster of one node: its GPUs, else its cores; with the figures that `bench` left there."""
+    """This machine as a cluster of one node: its GPUs, else its cores; with measurements of `shardwise bench`."""
     import torch
 
     from shardwise.core.hardware.measured import applied, read_measured
 
     cuda = torch.cuda.is_available()
-    found = read_measured(torch.cuda.get_device_name() if cuda else "cpu") if measured else None
+    measurements = read_measured(torch.cuda.get_device_name() if cuda else "cpu") if measured else None
     if not cuda:
         cluster = _cores()
     elif (entry := _by_torch_name(torch.cuda.get_device_name())) is not None:
         cluster = _gpus(entry[0])
     else:
-        cluster = _unknown_gpus(torch.cuda.get_device_name(), found)
-    return cluster if found is None else applied(found, cluster)
+        cluster = _unknown_gpus(torch.cuda.get_device_name(), measurements)
+    return cluster if measurements is None else applied(measurements, cluster)
 
 
 def _gpus(key: str) -> Cluster:
@@ -191,27 +194,34 @@ def _gpus(key: str) -> Cluster:
     return cluster_of(key, per_node=torch.cuda.device_count(), memory=memory, host_memory=usable_memory())
 
 
-def _unknown_gpus(name: str, found: MeasuredDevice | None) -> Cluster:
-    """GPUs that are not in the table: what was measured is taken for their peak."""
+def _unknown_gpus(name: str, measurements: MeasuredDevice | None) -> Cluster:
+    """GPUs that are not in the table: measured speeds are used as their peak."""
     import torch
 
-    if found is None or not found.matmul or not found.stream:
+    if measurements is None or not measurements.matmul or not measurements.stream:
         remedy = "run `shardwise bench`, which measures it, or add it to hardware.yaml (docs/hardware.md)"
         raise UserError("gpu", name, "this GPU is not in the hardware table", remedy)
     base = _gpus("a10")  # for the links of an ordinary server, where they were not measured
     kind: Literal["cuda", "rocm"] = "rocm" if torch.version.hip else "cuda"
     device = replace(
-        base.device, name=name, kind=kind, peak=found.matmul, matmul=1.0, bandwidth=found.stream, stream=1.0
+        base.device,
+        name=name,
+        kind=kind,
+        peak=measurements.matmul,
+        matmul=1.0,
+        bandwidth=measurements.stream,
+        stream=1.0,
     )
     return replace(base, device=device, price=None)
 
 
 def _cores() -> Cluster:
-    """The CPU as one device: the cores and the memory that a process may use."""
+    """The CPU as one device, with the cores and the memory that a process may use."""
     from shardwise.core.cpu_probe import cpu_identity, usable_cores, usable_memory
 
     _, flags = cpu_identity()
-    cores, memory = usable_cores(), usable_memory()
+    cores = usable_cores()
+    memory = usable_memory()
     fp32 = cores * AVX2_CORE * (2 if "avx512f" in flags else 1)
     base = cluster_of("cpu", per_node=1, memory=memory, host_memory=memory)
     adam = min(base.host_adam, 0.25 * GIGA * cores)  # 4 G parameters/s were measured on 16 cores
@@ -222,14 +232,14 @@ def _cores() -> Cluster:
 
 def _find(name: str) -> tuple[str, DeviceEntry]:
     devices = catalogue().devices
-    wanted = _plain(name)
+    plain_name = _plain(name)
     for key, entry in devices.items():
-        if wanted in {_plain(word) for word in (key, *entry.aliases)}:
+        if plain_name in {_plain(word) for word in (key, *entry.aliases)}:
             return key, entry
-    if found := _by_torch_name(name):
-        return found
+    if match := _by_torch_name(name):
+        return match
     words = {_plain(word): key for key, entry in devices.items() for word in (key, *entry.aliases)}
-    near = list(dict.fromkeys(words[word] for word in difflib.get_close_matches(wanted, words, n=3, cutoff=0.5)))
+    near = list(dict.fromkeys(words[word] for word in difflib.get_close_matches(plain_name, words, n=3, cutoff=0.5)))
     remedy = f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(devices)}"
     raise UserError("gpu", name, "is not in the hardware table", f"{remedy} Others can be added: docs/hardware.md")
 
@@ -245,7 +255,7 @@ def _by_torch_name(name: str) -> tuple[str, DeviceEntry] | None:
 
 
 def _plain(name: str) -> str:
-    """Names as people write them, alike: "RTX 4090", "NVIDIA GeForce RTX 4090" and "rtx4090" are "rtx4090"."""
+    """Normalised name: "RTX 4090", "NVIDIA GeForce RTX 4090" and "rtx4090" are "rtx4090"."""
     return re.sub(r"nvidia|geforce|tesla|amd|instinct|[^a-z0-9]", "", name.lower())
 
 
@@ -270,8 +280,8 @@ def _link(field: str, name: str, known: dict[str, LinkEntry]) -> LinkEntry:
         if name.lower() in (key, *entry.aliases):
             return entry
     near = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.5)
-    meant = f"did you mean {near[0]}? " if near else ""
-    raise UserError(field, name, "is not in the hardware table", f"{meant}known: {', '.join(known)}")
+    hint = f"did you mean {near[0]}? " if near else ""
+    raise UserError(field, name, "is not in the hardware table", f"{hint}known: {', '.join(known)}")
 
 
 def _per_device(entry: LinkEntry, devices: int) -> LinkSpec:

@@ -1,4 +1,4 @@
-"""`deepspeed.ops`."""
+"""Module path `deepspeed.ops`."""
 
 from shardwise.deepspeed.ops import adam
 

@@ -1,4 +1,4 @@
-"""`deepspeed.ops.adam`."""
+"""Module path `deepspeed.ops.adam`."""
 
 from shardwise.deepspeed.optimizers import DeepSpeedCPUAdam, FusedAdam
 

@@ -1,4 +1,4 @@
-"""`deepspeed.runtime.dataloader`."""
+"""Module path `deepspeed.runtime.dataloader`."""
 
 from shardwise.deepspeed.data import DeepSpeedDataLoader, RepeatingLoader
 

@@ -1,4 +1,4 @@
-"""`deepspeed.runtime.engine`."""
+"""Module path `deepspeed.runtime.engine`."""
 
 from shardwise.deepspeed.engine import DeepSpeedEngine
 

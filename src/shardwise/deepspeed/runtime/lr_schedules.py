@@ -1,4 +1,4 @@
-"""`deepspeed.runtime.lr_schedules`."""
+"""Module path `deepspeed.runtime.lr_schedules`."""
 
 from shardwise.deepspeed.schedules import LRRangeTest, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR
 

@@ -1,4 +1,4 @@
-"""`deepspeed.utils`."""
+"""Module path `deepspeed.utils`."""
 
 from __future__ import annotations
 
@@ -48,15 +48,15 @@ __all__ = [
 
 
 def _logger() -> logging.Logger:
-    """Scripts expect lines of level INFO to appear without any setting up."""
-    made = logging.getLogger("shardwise.deepspeed")
-    if not made.handlers:
+    """A logger that prints INFO lines without configuration, as scripts expect."""
+    logger_ = logging.getLogger("shardwise.deepspeed")
+    if not logger_.handlers:
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("[%(asctime)s] [%(levelname)s] %(message)s"))
-        made.addHandler(handler)
-        made.setLevel(logging.INFO)
-        made.propagate = False
-    return made
+        logger_.addHandler(handler)
+        logger_.setLevel(logging.INFO)
+        logger_.propagate = False
+    return logger_
 
 
 logger = _logger()
@@ -70,7 +70,7 @@ def log_dist(message: str, ranks: list[int] | None = None, level: int = logging.
 
 
 def set_z3_leaf_modules(model: nn.Module, leaf_module_classes: list[type | str]) -> list[nn.Module]:
-    """The modules of those classes; there is nothing to set, as whole blocks are gathered in any case."""
+    """Returns the modules of those classes; sets nothing, as full blocks are gathered in any case."""
     names = {kind if isinstance(kind, str) else kind.__name__ for kind in leaf_module_classes}
     return [module for module in model.modules() if type(module).__name__ in names]
 

@@ -1,4 +1,4 @@
-"""`deepspeed.utils.zero_to_fp32`."""
+"""Module path `deepspeed.utils.zero_to_fp32`."""
 
 from shardwise.deepspeed.zero_to_fp32 import (
     convert_zero_checkpoint_to_fp32_state_dict,

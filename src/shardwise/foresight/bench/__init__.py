@@ -1,1 +1,1 @@
-"""`shardwise bench`: what this machine does in practice, and how fast a run is on it."""
+"""`shardwise bench`: measured speed of this machine, and of a run on it."""

@@ -1,4 +1,4 @@
-"""`shardwise bench`: measures this machine, shows it beside the table, and keeps it for the planner.
+"""`shardwise bench`: measures this machine, shows it beside the hardware table, and saves it for the planner.
 
 Under torchrun the first rank of each node measures its device while the others wait, then all measure the network.
 """
@@ -37,7 +37,7 @@ class BenchFigures:
 
 
 def bench(folder: Path, ranks: int | None, only: list[str], quick: bool, as_json: bool) -> None:
-    """Measures what is asked for, keeps it, and prints it; Ctrl-C keeps nothing."""
+    """Measures the requested parts, saves and prints them; nothing is saved on Ctrl-C."""
     parts = _parts(only)
     try:
         measured, file = _measure(folder, ranks, parts, quick)
@@ -52,7 +52,7 @@ def bench(folder: Path, ranks: int | None, only: list[str], quick: bool, as_json
 
 
 def _parts(only: list[str]) -> list[str]:
-    words = [word for given in only for word in given.split(",")]
+    words = [word for argument in only for word in argument.split(",")]
     for word in words:
         if word not in PARTS:
             raise UserError("--only", word, "is not a part of it", f"choose from {', '.join(PARTS)}")
@@ -64,65 +64,67 @@ def _measure(folder: Path, ranks: int | None, parts: list[str], quick: bool) -> 
 
     from shardwise.foresight.bench import device as steps
 
-    launched = "WORLD_SIZE" in os.environ and "LOCAL_RANK" in os.environ
-    if launched and ranks is not None:
+    under_torchrun = "WORLD_SIZE" in os.environ and "LOCAL_RANK" in os.environ
+    if under_torchrun and ranks is not None:
         raise UserError("--ranks", ranks, "torchrun has started the ranks already", "leave it out")
-    place = int(os.environ.get("LOCAL_RANK", 0)) if launched else 0
+    local_rank = int(os.environ.get("LOCAL_RANK", 0)) if under_torchrun else 0
     cuda = torch.cuda.is_available()
-    device = torch.device("cuda", place % torch.cuda.device_count()) if cuda else torch.device("cpu")
+    device = torch.device("cuda", local_rank % torch.cuda.device_count()) if cuda else torch.device("cpu")
     effort = steps.EFFORTS[device.type, quick]
     if "disk" in parts:
         steps.check_folder(folder, effort.disk)
-    count = _ranks(ranks, launched, parts)
-    todo = [part for part in parts if part != "network" or launched or count > 1]
+    count = _ranks(ranks, under_torchrun, parts)
+    todo = [part for part in parts if part != "network" or under_torchrun or count > 1]
     if device.type == "cpu":
         todo = [part for part in todo if part != "host-link"]
     name = torch.cuda.get_device_name(device) if cuda else "cpu"
-    before = read_measured(name)
-    found = BenchFigures()
-    if place == 0:
-        _alone([part for part in todo if part != "network"], found, folder, device, effort, quick)
+    previous = read_measured(name)
+    figures = BenchFigures()
+    if local_rank == 0:
+        _measure_device([part for part in todo if part != "network"], figures, folder, device, effort, quick)
     if "network" in todo:
-        with _bar(1, place == 0) as tell:
-            tell("network")
-            _network(found, count, launched, effort, before)
-    start = before or MeasuredDevice(name, socket.gethostname(), "", "")
+        with _bar(1, local_rank == 0) as advance:
+            advance("network")
+            _network(figures, count, under_torchrun, effort, previous)
+    base = previous or MeasuredDevice(name, socket.gethostname(), "", "")
     measured = replace(
-        start,
+        base,
         when=datetime.now(UTC).isoformat(timespec="seconds"),
         torch=torch.__version__,
-        details={**start.details, **found.details},
-        **found.figures,
+        details={**base.details, **figures.details},
+        **figures.figures,
     )
-    return measured, write_measured(measured) if place == 0 else Path()
+    return measured, write_measured(measured) if local_rank == 0 else Path()
 
 
 def _ranks(ranks: int | None, launched: bool, parts: list[str]) -> int:
-    """Ranks for the network part: as asked for, else one per GPU."""
+    """Ranks for the network part: as given, else one per GPU."""
     import torch
 
     if ranks is not None and "network" not in parts:
         raise UserError("--ranks", ranks, "has no effect without the network", "add --only network, or leave it out")
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if launched else ranks or 1
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if launched else ranks or 1
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if gpus and here > gpus and "network" in parts:
-        raise UserError("--ranks", here, f"this machine has {gpus} GPUs", "start at most one rank for each")
+    if gpus and local_ranks > gpus and "network" in parts:
+        raise UserError("--ranks", local_ranks, f"this machine has {gpus} GPUs", "start at most one rank for each")
     return int(os.environ["WORLD_SIZE"]) if launched else ranks or gpus
 
 
-def _alone(todo: list[str], found: BenchFigures, folder: Path, device: Any, effort: Any, quick: bool) -> None:
-    """Everything that one process measures by itself."""
-    with _bar(len(todo), True) as tell:
+def _measure_device(
+    todo: list[str], figures: BenchFigures, folder: Path, device: Any, effort: Any, quick: bool
+) -> None:
+    """Measures everything that a single process can."""
+    with _bar(len(todo), True) as advance:
         for part in todo:
-            tell(TITLES.get(part, part))
-            STEPS[part](found, folder, device, effort, quick)
+            advance(TITLES.get(part, part))
+            STEPS[part](figures, folder, device, effort, quick)
 
 
-def _matmul(found: BenchFigures, _folder: Path, device: Any, effort: Any, quick: bool) -> None:
+def _matmul(figures: BenchFigures, _folder: Path, device: Any, effort: Any, quick: bool) -> None:
     from shardwise.foresight.bench.device import matmul, precisions
 
-    tried = ("fp32",) if quick and device.type == "cpu" else precisions(device)
-    for precision in tried:
+    candidates = ("fp32",) if quick and device.type == "cpu" else precisions(device)
+    for precision in candidates:
         speeds: dict[int, float] = {}
         for size in effort.matmul:
             speed = matmul(precision, size, device, effort.seconds)
@@ -132,51 +134,51 @@ def _matmul(found: BenchFigures, _folder: Path, device: Any, effort: Any, quick:
             if speed is None or 8 * 2 * size**3 / speed > 5 * effort.seconds + 1:
                 break
         if speeds:
-            found.figures.setdefault("matmul", {})[precision] = max(speeds.values())
-            found.details.setdefault("matmul", {})[precision] = speeds
+            figures.figures.setdefault("matmul", {})[precision] = max(speeds.values())
+            figures.details.setdefault("matmul", {})[precision] = speeds
 
 
-def _stream(found: BenchFigures, _folder: Path, device: Any, effort: Any, _quick: bool) -> None:
+def _stream(figures: BenchFigures, _folder: Path, device: Any, effort: Any, _quick: bool) -> None:
     from shardwise.foresight.bench.device import stream
 
     speeds = stream(effort.stream, device, effort.seconds)
-    found.figures["stream"], found.details["stream"] = min(speeds.values()), speeds
+    figures.figures["stream"], figures.details["stream"] = min(speeds.values()), speeds
 
 
-def _attention(found: BenchFigures, _folder: Path, device: Any, effort: Any, _quick: bool) -> None:
+def _attention(figures: BenchFigures, _folder: Path, device: Any, effort: Any, _quick: bool) -> None:
     from shardwise.foresight.bench.device import BACKWARD, attention
 
     speeds = attention(effort.attention, device, effort.seconds)
     if speeds:
-        best = min(speeds.values(), key=lambda one: 1 / one[0] + BACKWARD / one[1])
-        found.figures["attention_forward"], found.figures["attention_backward"] = best
-        found.details["attention"] = {name: Attention(*one)._asdict() for name, one in speeds.items()}
+        best = min(speeds.values(), key=lambda rates: 1 / rates[0] + BACKWARD / rates[1])
+        figures.figures["attention_forward"], figures.figures["attention_backward"] = best
+        figures.details["attention"] = {name: Attention(*rates)._asdict() for name, rates in speeds.items()}
 
 
-def _launch(found: BenchFigures, _folder: Path, device: Any, _effort: Any, _quick: bool) -> None:
+def _launch(figures: BenchFigures, _folder: Path, device: Any, _effort: Any, _quick: bool) -> None:
     from shardwise.foresight.bench.device import launch
 
-    found.figures["launch"] = launch(device)
+    figures.figures["launch"] = launch(device)
 
 
-def _host_link(found: BenchFigures, _folder: Path, device: Any, effort: Any, _quick: bool) -> None:
+def _host_link(figures: BenchFigures, _folder: Path, device: Any, effort: Any, _quick: bool) -> None:
     from shardwise.foresight.bench.device import host_link
 
     speeds = host_link(min(effort.stream, 2**28), device, effort.seconds)
-    found.figures["host_link"], found.details["host_link"] = min(speeds.values()), speeds
+    figures.figures["host_link"], figures.details["host_link"] = min(speeds.values()), speeds
 
 
-def _disk(found: BenchFigures, folder: Path, _device: Any, effort: Any, _quick: bool) -> None:
+def _disk(figures: BenchFigures, folder: Path, _device: Any, effort: Any, _quick: bool) -> None:
     from shardwise.foresight.bench.device import disk
 
     speeds = disk(folder, effort.disk)
-    found.figures["disk_read"], found.figures["disk_write"] = speeds["read"], speeds["write"]
+    figures.figures["disk_read"], figures.figures["disk_write"] = speeds["read"], speeds["write"]
 
 
-def _adam(found: BenchFigures, _folder: Path, _device: Any, effort: Any, _quick: bool) -> None:
+def _adam(figures: BenchFigures, _folder: Path, _device: Any, effort: Any, _quick: bool) -> None:
     from shardwise.foresight.bench.device import host_adam
 
-    found.figures["host_adam"] = host_adam(effort.adam, effort.seconds)
+    figures.figures["host_adam"] = host_adam(effort.adam, effort.seconds)
 
 
 STEPS: dict[str, Callable[[BenchFigures, Path, Any, Any, bool], None]] = {
@@ -185,10 +187,10 @@ STEPS: dict[str, Callable[[BenchFigures, Path, Any, Any, bool], None]] = {
 }  # fmt: skip
 
 
-def _network(found: BenchFigures, ranks: int, launched: bool, effort: Any, before: MeasuredDevice | None) -> None:
+def _network(results: BenchFigures, ranks: int, launched: bool, effort: Any, previous: MeasuredDevice | None) -> None:
     from shardwise.distributed import link_bench as network
 
-    launch = found.figures.get("launch") or (before and before.launch) or 0.0
+    launch = results.figures.get("launch") or (previous and previous.launch) or 0.0
     if launched:
         import torch.distributed as dist
 
@@ -197,77 +199,80 @@ def _network(found: BenchFigures, ranks: int, launched: bool, effort: Any, befor
         dist.destroy_process_group()
     else:
         fits = network.measure_locally(ranks, effort.messages, launch, effort.seconds / 4)
-    for name, one in fits.items():
-        found.figures[f"{name}_bandwidth"], found.figures[f"{name}_latency"] = one.bandwidth, one.latency
-    found.details["network"] = network.as_json(fits)
+    for name, fit in fits.items():
+        results.figures[f"{name}_bandwidth"], results.figures[f"{name}_latency"] = fit.bandwidth, fit.latency
+    results.details["network"] = network.as_json(fits)
 
 
 @contextmanager
 def _bar(total: int, shown: bool) -> Iterator[Callable[[str], None]]:
-    """A progress bar on standard error; each call names what begins."""
+    """Progress bar on standard error; each call of the yielded function names the next part."""
     from shardwise.observe.progress import _mode
 
     console = Console(stderr=True, force_terminal=None if sys.stderr.isatty() else False)
     columns = (TextColumn("{task.description:18}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True, disable=not shown or _mode(console) != "live") as progress:
         bar = progress.add_task("", total=total)
-        begun = 0
+        started = 0
 
-        def tell(title: str) -> None:
-            nonlocal begun
-            progress.update(bar, description=title, completed=begun)
-            begun += 1
+        def advance(title: str) -> None:
+            nonlocal started
+            progress.update(bar, description=title, completed=started)
+            started += 1
 
-        yield tell
+        yield advance
 
 
 def _show(measured: MeasuredDevice, file: Path) -> None:
-    """A table: the figure, measured, and what the hardware table would have said."""
-    known: Cluster | None = None
+    """Prints the measured figures beside those of the hardware table."""
+    table_machine: Cluster | None = None
     with suppress(UserError):
-        known = this_machine(measured=False)
+        table_machine = this_machine(measured=False)
     table = Table(title=f"{measured.device} on {measured.host}", title_justify="left", box=None, pad_edge=False)
     for title, justify in (("", "left"), ("measured", "right"), ("table", "right")):
         table.add_column(title, justify=justify)  # type: ignore[arg-type]
-    for title, value, usual in _rows(measured, known):
-        table.add_row(title, value, usual)
+    for title, value, table_value in _rows(measured, table_machine):
+        table.add_row(title, value, table_value)
     console = Console()
     console.print(table)
     console.print(f"kept for the planner in {file}", soft_wrap=True, highlight=False)
 
 
-def _rows(measured: MeasuredDevice, known: Cluster | None) -> Iterator[tuple[str, str, str]]:
-    usual = {} if known is None else _usual(known)
+def _rows(measured: MeasuredDevice, table_machine: Cluster | None) -> Iterator[tuple[str, str, str]]:
+    table_values = {} if table_machine is None else _table_values(table_machine)
     for precision, speed in measured.matmul.items():
-        yield f"matmul {precision}", _flops(speed), _flops(usual.get(precision))
-    for name, (title, shown) in FIGURES.items():
+        yield f"matmul {precision}", _flops(speed), _flops(table_values.get(precision))
+    for name, (title, format_value) in FIGURES.items():
         value = getattr(measured, name)
         if value is not None:
-            yield title, shown(value), shown(usual.get(name))
+            yield title, format_value(value), format_value(table_values.get(name))
 
 
-def _usual(known: Cluster) -> dict[str, float]:
-    """What the table says, by the names of what is measured."""
-    device, attended = known.device, known.device.attention_flops()
+def _table_values(machine: Cluster) -> dict[str, float]:
+    """Figures of the hardware table, under the names of the measured ones."""
+    device = machine.device
+    attention = machine.device.attention_flops()
     return {
         **{precision: device.matmul * peak for precision, peak in device.peak.items()},
         "stream": device.stream * device.bandwidth,
-        "attention_forward": attended.forward,
-        "attention_backward": attended.backward,
+        "attention_forward": attention.forward,
+        "attention_backward": attention.backward,
         "launch": device.launch,
         "host_link": device.host_link,
-        "disk_read": known.disk_read,
-        "disk_write": known.disk_write,
-        "host_adam": known.host_adam,
-        "within_bandwidth": known.within.bandwidth,
-        "within_latency": known.within.latency,
-        "across_bandwidth": known.across.bandwidth,
-        "across_latency": known.across.latency,
+        "disk_read": machine.disk_read,
+        "disk_write": machine.disk_write,
+        "host_adam": machine.host_adam,
+        "within_bandwidth": machine.within.bandwidth,
+        "within_latency": machine.within.latency,
+        "across_bandwidth": machine.across.bandwidth,
+        "across_latency": machine.across.latency,
     }
 
 
 def _flops(value: float | None) -> str:
-    return "–" if not value else f"{value / 1e12:.1f} TFLOP/s" if value >= 1e12 else f"{value / 1e9:.1f} GFLOP/s"
+    if not value:
+        return "–"
+    return f"{value / 1e12:.1f} TFLOP/s" if value >= 1e12 else f"{value / 1e9:.1f} GFLOP/s"
 
 
 def _bytes(value: float | None) -> str:

@@ -1,4 +1,4 @@
-"""What one device and its host do in practice: matmuls, memory, attention, launches, host link, disk, AdamW.
+"""Measured speed of one device and its host: matmuls, memory, attention, launches, host link, disk, AdamW.
 
 Every figure is taken after a warm-up. On a GPU calls are timed by CUDA events and the median counts: it is what a long
 run sees once the card is hot. On a CPU the fastest call counts, because others may be using the cores.
@@ -36,7 +36,7 @@ DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, 
 
 @dataclass(frozen=True)
 class Effort:
-    """How much is measured."""
+    """How much to measure."""
 
     seconds: float  # of repeating per figure
     matmul: tuple[int, ...]  # sides of square matrices
@@ -63,7 +63,7 @@ EFFORTS = {  # by device and --quick
 
 
 def time_of(call: Callable[[], Any], device: torch.device, budget: float) -> float:
-    """Seconds of one call: the median on a GPU, the least on a CPU, of as many as fit in the budget (at least 3)."""
+    """Returns the seconds of one call: median on a GPU, minimum on a CPU, of as many as fit the budget (at least 3)."""
     cuda = device.type == "cuda"
     call()  # the first one compiles, allocates and picks algorithms
     _wait(device)
@@ -91,7 +91,7 @@ def time_of(call: Callable[[], Any], device: torch.device, budget: float) -> flo
 
 
 def precisions(device: torch.device) -> tuple[str, ...]:
-    """The precisions worth trying on a device."""
+    """Returns the precisions worth trying on a device."""
     if device.type == "cuda":
         return ("fp32", "tf32", "bf16", "fp16", "fp8") if torch.cuda.get_device_capability(device)[0] >= 8 else (
             "fp32", "fp16"
@@ -103,7 +103,7 @@ def precisions(device: torch.device) -> tuple[str, ...]:
 
 
 def matmul(precision: str, size: int, device: torch.device, budget: float) -> float | None:
-    """FLOP/s of a square matmul; None where the device or torch has none in this precision, or no memory for it."""
+    """Returns the FLOP/s of a square matmul; None if the device or torch lacks the precision or memory for it."""
     try:
         with _tf32(precision == "tf32"):
             call = _scaled(size, device) if precision == "fp8" else _plain(precision, size, device)
@@ -115,27 +115,28 @@ def matmul(precision: str, size: int, device: torch.device, budget: float) -> fl
 
 
 def stream(nbytes: int, device: torch.device, budget: float) -> dict[str, float]:
-    """Bytes/s read and written by a copy and by an addition of large fp32 tensors."""
+    """Returns the bytes/s read and written by a copy and by an addition of large fp32 tensors."""
     a, b, c = (torch.ones(nbytes // 4, device=device) for _ in range(3))
-    taken = {
+    timings = {
         "copy": (2, time_of(lambda: c.copy_(a), device, budget)),
         "add": (3, time_of(lambda: torch.add(a, b, out=c), device, budget)),
     }
-    return {name: tensors * nbytes / seconds for name, (tensors, seconds) in taken.items()}
+    return {name: tensors * nbytes / seconds for name, (tensors, seconds) in timings.items()}
 
 
 def attention(shape: tuple[int, int, int, int], device: torch.device, budget: float) -> dict[str, tuple[float, float]]:
-    """FLOP/s of causal attention, forward and backward, by the kernels that torch has for it here."""
+    """Returns the FLOP/s of causal attention, forward and backward, of each kernel that torch has here."""
     batch, heads, sequence, size = shape
     if device.type == "cuda":
         dtype = torch.bfloat16 if torch.cuda.get_device_capability(device)[0] >= 8 else torch.float16
         backends = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
     else:
-        dtype, backends = torch.float32, [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
+        dtype = torch.float32
+        backends = [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
     q, k, v = (torch.randn(shape, device=device, dtype=dtype, requires_grad=True) for _ in range(3))
     gradient = torch.randn(shape, device=device, dtype=dtype)
     work = 4 * batch * heads * sequence**2 * size / 2  # two matmuls, half of the square
-    found = {}
+    speeds = {}
     for backend in backends:
         with suppress(RuntimeError), warnings.catch_warnings(action="ignore"), sdpa_kernel([backend]):
 
@@ -145,17 +146,21 @@ def attention(shape: tuple[int, int, int, int], device: torch.device, budget: fl
             def both(forward: Callable[[], torch.Tensor] = forward) -> None:
                 torch.autograd.grad(forward(), (q, k, v), gradient)
 
-            one = time_of(forward, device, budget)
-            back = max(time_of(both, device, budget) - one, one / 2)  # noise must not make it free
-            found[backend.name.removesuffix("_ATTENTION").lower()] = (work / one, BACKWARD * work / back)
-        if device.type == "cpu" and found:
+            forward_seconds = time_of(forward, device, budget)
+            # noise must not make it free
+            backward_seconds = max(time_of(both, device, budget) - forward_seconds, forward_seconds / 2)
+            speeds[backend.name.removesuffix("_ATTENTION").lower()] = (
+                work / forward_seconds,
+                BACKWARD * work / backward_seconds,
+            )
+        if device.type == "cpu" and speeds:
             break
     _free(device)
-    return found
+    return speeds
 
 
 def launch(device: torch.device, calls: int = 2000) -> float:
-    """Seconds from one small operator to the next."""
+    """Returns the seconds from one small operator to the next."""
     x = torch.zeros(8, device=device)
     best = float("inf")
     for _ in range(5):
@@ -169,7 +174,7 @@ def launch(device: torch.device, calls: int = 2000) -> float:
 
 
 def host_link(nbytes: int, device: torch.device, budget: float) -> dict[str, float]:
-    """Bytes/s from pinned host memory to a GPU and back."""
+    """Returns the bytes/s from pinned host memory to a GPU and back."""
     assert device.type == "cuda"
     host = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
     card = torch.empty(nbytes, dtype=torch.uint8, device=device)
@@ -180,7 +185,7 @@ def host_link(nbytes: int, device: torch.device, budget: float) -> dict[str, flo
 
 
 def host_adam(parameters: int, budget: float) -> float:
-    """Parameters/s that torch's fused AdamW updates on the host's cores, states in fp32."""
+    """Returns the parameters/s that torch's fused AdamW updates on the host's cores, states in fp32."""
     weight = torch.nn.Parameter(torch.zeros(parameters))
     weight.grad = torch.full((parameters,), 1e-3)
     optimizer = torch.optim.AdamW([weight], lr=1e-3, fused=True)
@@ -188,7 +193,7 @@ def host_adam(parameters: int, budget: float) -> float:
 
 
 def check_folder(folder: Path, nbytes: int) -> None:
-    """A message if a file of this size cannot be written there."""
+    """Raises an error if a file of this size cannot be written to the folder."""
     remedy = "give another with --folder"
     if not folder.is_dir():
         raise UserError("--folder", str(folder), "there is no such folder", remedy)
@@ -199,44 +204,44 @@ def check_folder(folder: Path, nbytes: int) -> None:
 
 
 def disk(folder: Path, nbytes: int) -> dict[str, float]:
-    """Bytes/s written to a file up to fsync, and read back past the page cache.
+    """Returns the bytes/s written to a file up to fsync, and read back past the page cache.
 
     The file has no name: nothing is left of it however the process ends.
     """
     offsets = range(0, nbytes, CHUNK)
     data = os.urandom(CHUNK)  # some drives compress
     with tempfile.TemporaryFile(dir=folder, buffering=0) as file, ThreadPoolExecutor(READERS) as pool:
-        number = file.fileno()
+        descriptor = file.fileno()
         start = time.perf_counter()
-        list(pool.map(lambda offset: os.pwrite(number, data, offset), offsets))
-        os.fsync(number)
+        list(pool.map(lambda offset: os.pwrite(descriptor, data, offset), offsets))
+        os.fsync(descriptor)
         write = nbytes / (time.perf_counter() - start)
         if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(number, 0, 0, os.POSIX_FADV_DONTNEED)
-        with _direct(number) as reading:
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        with _direct(descriptor) as reading:
             start = time.perf_counter()
             list(pool.map(lambda offset: _read(reading, offset), offsets))
             read = nbytes / (time.perf_counter() - start)
     return {"read": read, "write": write}
 
 
-def _read(number: int, offset: int) -> None:
+def _read(descriptor: int, offset: int) -> None:
     with mmap.mmap(-1, CHUNK) as buffer:  # direct reads want whole pages
-        os.preadv(number, [buffer], offset)
+        os.preadv(descriptor, [buffer], offset)
 
 
 @contextmanager
 def _direct(number: int) -> Any:
-    """The open file once more, past the page cache where the file system can."""
+    """The open file again, bypassing the page cache where the file system can."""
     try:
-        again = os.open(f"/proc/self/fd/{number}", os.O_RDONLY | os.O_DIRECT)
+        direct = os.open(f"/proc/self/fd/{number}", os.O_RDONLY | os.O_DIRECT)
     except (OSError, AttributeError):
         yield number
         return
     try:
-        yield again
+        yield direct
     finally:
-        os.close(again)
+        os.close(direct)
 
 
 def _plain(precision: str, size: int, device: torch.device) -> Callable[[], Any]:
@@ -247,20 +252,20 @@ def _plain(precision: str, size: int, device: torch.device) -> Callable[[], Any]
 
 
 def _scaled(size: int, device: torch.device) -> Callable[[], Any]:
-    """Float8 with one scale per tensor; the second operand column by column, as the kernels want it."""
+    """Float8 with one scale per tensor; the second operand is column-major, as the kernels require."""
     left, right = (torch.randn(size, size, device=device).to(torch.float8_e4m3fn) for _ in range(2))
-    one = torch.ones((), device=device)
-    return lambda: scaled_mm(left, right.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
+    unit_scale = torch.ones((), device=device)
+    return lambda: scaled_mm(left, right.t(), scale_a=unit_scale, scale_b=unit_scale, out_dtype=torch.bfloat16)
 
 
 @contextmanager
 def _tf32(allowed: bool) -> Any:
-    before = torch.get_float32_matmul_precision()
+    previous = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high" if allowed else "highest")
     try:
         yield
     finally:
-        torch.set_float32_matmul_precision(before)
+        torch.set_float32_matmul_precision(previous)
 
 
 def _wait(device: torch.device) -> None:

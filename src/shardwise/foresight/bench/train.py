@@ -1,7 +1,7 @@
-"""`shardwise bench train RUN.yaml`: a run's own speed on this machine, what a step is made of, and what would help.
+"""`shardwise bench train RUN.yaml`: speed of a run on this machine, the profile of a step, and what would help.
 
-The run's own code takes its steps on its own model, with values at random and full rows of them: neither weights nor
-data are read. On several ranks of this machine each takes its part.
+The run's own code takes its steps on its own model, with random weights and full rows of random tokens: neither weights
+nor data are read. On several ranks of this machine each takes its part.
 """
 
 from __future__ import annotations
@@ -39,24 +39,25 @@ WARM_UP = 3
 def run_bench(
     file: Path, overrides: list[str], steps: int, documents: int, as_json: bool, trace: Path | None = None
 ) -> None:
-    """Measures and prints; `trace`: a folder for each rank's trace of one step."""
+    """Measures and prints; each rank's trace of one step is written to the folder `trace`."""
     if "WORLD_SIZE" in os.environ:
         problem = "this command starts the ranks of one machine itself"
         raise UserError("WORLD_SIZE", os.environ["WORLD_SIZE"], problem, "run it without torchrun")
-    console, status = Console(highlight=False, stderr=as_json), Console(highlight=False, stderr=True)
+    console = Console(highlight=False, stderr=as_json)
+    status = Console(highlight=False, stderr=True)
     try:
-        with heeding_interrupts() as check, status.status("finding the model") as shown:
+        with heeding_interrupts() as check, status.status("finding the model") as spinner:
             target = aim_at(load_run(file, overrides), this_machine())
             check_division(target.run, documents)
             if not status.is_terminal:
                 status.print(f"{WARM_UP + steps + 1} steps of {target.source.label}")
-            speed = measure(target, steps, documents, shown.update, check, trace)
+            speed = measure(target, steps, documents, spinner.update, check, trace)
     except KeyboardInterrupt:
         raise Interrupted("interrupted: nothing was measured", 130) from None
     advice = advise(target.run, speed)
     if as_json:
-        told = {"run": str(file), "tokens_per_second": speed.tokens_per_second, "advice": advice} | asdict(speed)
-        print(json.dumps(told, indent=1))
+        values = {"run": str(file), "tokens_per_second": speed.tokens_per_second, "advice": advice} | asdict(speed)
+        print(json.dumps(values, indent=1))
         return
     show(target, speed, documents, advice, console)
 
@@ -69,32 +70,38 @@ def measure(
     check: Callable[[], None] = lambda: None,
     trace: Path | None = None,
 ) -> Speed:
-    """Starts the run's ranks on this machine and takes the steps."""
+    """Starts the run's ranks on this machine, takes the steps, and returns the speed."""
     run = target.run
     stopping = stopped_by_sigterm("nothing was measured")
     with tempfile.TemporaryDirectory(prefix="shardwise-bench-") as name, stopping:
         folder = Path(name)
         values = run.model_dump(mode="json") | {"output": str(folder / "out")}
-        meeting = {"device": run.device, "timeout": run.timeout, "backend": run.backend}
+        rendezvous = {"device": run.device, "timeout": run.timeout, "backend": run.backend}
         (folder / "ranks").mkdir()
-        (folder / "ranks" / "meet.json").write_text(json.dumps(meeting))
+        (folder / "ranks" / "meet.json").write_text(json.dumps(rendezvous))
         work = {"kind": "bench", "run": values, "steps": steps, "documents": documents, "ranks": target.ranks}
         work["progress"] = str(folder / "progress")
         if trace is not None:
             work["trace"] = str(_folder_for(trace))
-        with started(run.precision, str(run.device), folder) as host, _told(folder / "progress", target, steps, say):
+        with (
+            started(run.precision, str(run.device), folder) as host,
+            _progress(folder / "progress", target, steps, say),
+        ):
             check()
-            found = host.ask(work | {"folder": str(folder / "ranks")})
-    if (failure := first_failure(found)) is not None:
+            results = host.ask(work | {"folder": str(folder / "ranks")})
+    if (failure := first_failure(results)) is not None:
         raise RunFailed(f"a rank failed: {failure[1]['failed']}")
-    rank, slowest = max(enumerate(found), key=lambda one: one[1]["seconds"])
+    rank, slowest = max(enumerate(results), key=lambda entry: entry[1]["seconds"])
     peak = peak_flops(slowest["device"], str(run.precision)) if run.device == "cuda" else None
     tokens = run.train.batch_size * run.data.sequence_length
     mfu = slowest["flops"] * tokens / slowest["seconds"] / (peak * target.ranks) if peak else None
-    memory, room = max((one["memory"] for one in found if one["memory"]), default=None), slowest["room"]
-    shape = StepProfile(**slowest["profile"] | {"largest": [tuple(line) for line in slowest["profile"]["largest"]]})
-    told = found[0]["told"]
-    return Speed(slowest["seconds"], tokens, mfu, memory, room, slowest["device"], target.ranks, rank, shape, told)
+    memory = max((entry["memory"] for entry in results if entry["memory"]), default=None)
+    capacity = slowest["room"]
+    profile = StepProfile(**slowest["profile"] | {"largest": [tuple(line) for line in slowest["profile"]["largest"]]})
+    lines = results[0]["told"]
+    return Speed(
+        slowest["seconds"], tokens, mfu, memory, capacity, slowest["device"], target.ranks, rank, profile, lines
+    )
 
 
 def _folder_for(trace: Path) -> Path:
@@ -109,17 +116,18 @@ def _folder_for(trace: Path) -> Path:
 
 
 @contextmanager
-def _told(file: Path, target: Target, steps: int, say: Callable[[str], None]) -> Iterator[None]:
-    """Says every half second how many steps the first rank has taken."""
-    done, whole = threading.Event(), WARM_UP + steps + 1
+def _progress(file: Path, target: Target, steps: int, say: Callable[[str], None]) -> Iterator[None]:
+    """Reports every half second how many steps the first rank has taken."""
+    done = threading.Event()
+    total_steps = WARM_UP + steps + 1
 
-    def tell() -> None:
+    def report() -> None:
         while not done.wait(0.5):
-            taken = file.stat().st_size if file.exists() else 0
-            where = f"{target.source.label} on {target.ranks} rank(s)"
-            say(f"{where}: step {taken} of {whole}" if taken else f"{where}: building the model")
+            steps_done = file.stat().st_size if file.exists() else 0
+            label = f"{target.source.label} on {target.ranks} rank(s)"
+            say(f"{label}: step {steps_done} of {total_steps}" if steps_done else f"{label}: building the model")
 
-    thread = threading.Thread(target=tell, daemon=True)
+    thread = threading.Thread(target=report, daemon=True)
     thread.start()
     try:
         yield
@@ -139,10 +147,10 @@ def bench_rank(work: dict[str, Any]) -> dict[str, Any]:
     from shardwise.train.loop import accumulate
 
     run = Run.model_validate(work["run"])
-    told: list[str] = []
-    source = settle_attention(Resolution(run), find_config(run.model, task_wanted(run)), told.append)
+    lines: list[str] = []
+    source = settle_attention(Resolution(run), find_config(run.model, task_wanted(run)), lines.append)
     world = init_world(run)
-    parts, _ = set_up(source, run, world, None, told.append)
+    parts, _ = set_up(source, run, world, None, lines.append)
     give_values(parts.sharded.model)
     count = max(1, run.train.batch_size // world.layout.data // int(run.train.micro_batch_size))
     batch = step_batch(run, count, work["documents"])
@@ -167,17 +175,17 @@ def bench_rank(work: dict[str, Any]) -> dict[str, Any]:
         dist.barrier()
     if cuda:
         torch.cuda.reset_peak_memory_stats(world.device)
-    begun = time.perf_counter()
+    started = time.perf_counter()
     for _ in range(work["steps"]):
         step()
         parts.update()
     wait()
-    seconds = (time.perf_counter() - begun) / work["steps"]
+    seconds = (time.perf_counter() - started) / work["steps"]
     trace = Path(work["trace"]) / f"rank-{world.rank}.json" if "trace" in work else None
-    found = profile_step(step, lambda: parts.update() and None, world.device, trace)
+    profile = profile_step(step, lambda: parts.update() and None, world.device, trace)
     return {
-        "told": [line for line in told if line.startswith("communication:")],
-        "seconds": seconds, "flops": _work_of(source, run, parts.sharded.lookup), "profile": asdict(found),
+        "told": [line for line in lines if line.startswith("communication:")],
+        "seconds": seconds, "flops": _flops_per_token(source, run, parts.sharded.lookup), "profile": asdict(profile),
         "memory": torch.cuda.max_memory_allocated(world.device) if cuda else None,
         "room": torch.cuda.get_device_properties(world.device).total_memory if cuda else None,
         "device": torch.cuda.get_device_name(world.device) if cuda else "CPU",
@@ -186,7 +194,7 @@ def bench_rank(work: dict[str, Any]) -> dict[str, Any]:
 
 @torch.no_grad()
 def give_values(model: torch.nn.Module) -> None:
-    """Numbers as a model has them: zeros would be multiplied faster than those, and what memory held before slower."""
+    """Fills the weights with realistic values: zeros multiply faster, and uninitialised memory slower."""
     from shardwise.optim.shards import local_of
 
     for parameter in model.parameters():
@@ -199,8 +207,8 @@ def give_values(model: torch.nn.Module) -> None:
             local.copy_(packing.pack(rows))
 
 
-def _work_of(source: Any, run: Run, lookup: int) -> float:
-    """FLOPs that a token costs."""
+def _flops_per_token(source: Any, run: Run, lookup: int) -> float:
+    """FLOPs per token."""
     from shardwise.nn.adapters.apply import apply_method
     from shardwise.nn.models.build import build_on_meta
 
@@ -213,7 +221,7 @@ def _work_of(source: Any, run: Run, lookup: int) -> float:
 
 
 def show(target: Target, speed: Speed, documents: int, advice: list[str], console: Console) -> None:
-    """For people."""
+    """Prints the result for people."""
     run = target.run
     console.print(
         f"{target.source.label} on {speed.ranks} × {speed.device}: {run.train.batch_size} rows of "

@@ -1,1 +1,1 @@
-"""`shardwise data`: what a run would train on, before it starts."""
+"""`shardwise data`: what a run would train on, reported before it starts."""

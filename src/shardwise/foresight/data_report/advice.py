@@ -1,4 +1,4 @@
-"""Reads a bill as someone would who has seen many runs go wrong: what must not be trained on, and what looks odd.
+"""Warnings about a run's data: what must not be trained on, and what looks wrong.
 
 Each notice says what was counted, why it matters and what to do; the thresholds are below and tested one by one.
 """
@@ -24,29 +24,29 @@ FEW_SEQUENCES = 8  # fewer: what the last one lacks shows in the mean
 
 @dataclass(frozen=True)
 class Notice:
-    """Something that looks wrong: of which kind, in which source ("" = all), in words."""
+    """A warning: its kind, the source it is about ("" = all), and the text."""
 
     kind: str
     source: str
     text: str
 
     def to_json(self) -> dict[str, Any]:
-        """For other tools."""
+        """Returns the notice as plain values."""
         return asdict(self)
 
 
-def problems(bill: DataStatistics) -> list[UserError]:
-    """What must fail the run before it starts: a source of which nothing would be learned."""
-    found = []
-    for kind, sources in (("train", bill.train), ("eval", bill.eval)):
+def problems(statistics: DataStatistics) -> list[UserError]:
+    """Returns the errors that must fail the run before it starts: sources without a single loss token."""
+    errors = []
+    for kind, sources in (("train", statistics.train), ("eval", statistics.eval)):
         for index, source in enumerate(sources):
             if not source.supervised:
                 field = f"data.{kind}.{index}"
-                found.append(UserError(field, source.path, *_nothing_learned(source, bill)))
-    return found
+                errors.append(UserError(field, source.path, *_nothing_learned(source, statistics)))
+    return errors
 
 
-def _nothing_learned(source: SourceStatistics, bill: DataStatistics) -> tuple[str, str]:
+def _nothing_learned(source: SourceStatistics, statistics: DataStatistics) -> tuple[str, str]:
     if not source.rows:
         return "holds no rows", "check the file, or leave the source out"
     problem = f"no token of its {source.rows:,} rows would be learned"
@@ -55,39 +55,38 @@ def _nothing_learned(source: SourceStatistics, bill: DataStatistics) -> tuple[st
         if count * 2 >= source.rows:
             longest = source.longest or source.percentile(1.0)
             return f"{problem}: {count:,} of them were left out ({fate})", remedy_of(fate, longest)
-    if source.format in CHAT and bill.loss_on != "all":
+    if source.format in CHAT and statistics.loss_on != "all":
         return problem, "give the rows answers (role assistant), or set data.loss_on: all"
     return problem, "check that the rows hold text, or leave the source out"
 
 
-def warnings(bill: DataStatistics) -> list[Notice]:
-    """What looks wrong but may be meant."""
-    found: list[Notice] = []
-    for source in bill.sources:
+def warnings(statistics: DataStatistics) -> list[Notice]:
+    """Returns what looks wrong but may be intended."""
+    notices: list[Notice] = []
+    for source in statistics.sources:
         if source.supervised:
-            found += _learned(source, bill) + _remarks(source) + _left_out(source) + _long(source, bill)
-    if len(bill.train) > 1:
-        found += [
-            Notice("share", s.name, f"is {_percent(s.share)} of the mixture, which will hardly be noticed; raise its "
-                                    "weight or epochs, or data.temperature")
-            for s in bill.train if s.supervised and s.share < LEAST_SHARE
-        ]  # fmt: skip
-    found += [
-        Notice("mixture", s.name, f"has both epochs ({s.epochs:g}) and weight ({s.weight:g}): epochs decides, and the "
-                                  "weight has no effect; remove one of them")
-        for s in bill.train if s.epochs is not None and s.weight != 1.0
-    ]  # fmt: skip
-    return found + _packing(bill) + _batch(bill) + _evaluation(bill)
+            notices += _learned(source, statistics) + _remarks(source) + _left_out(source) + _long(source, statistics)
+    if len(statistics.train) > 1:
+        for source in statistics.train:
+            if source.supervised and source.share < LEAST_SHARE:
+                text = f"is {_percent(source.share)} of the mixture, which will hardly be noticed"
+                notices.append(Notice("share", source.name, f"{text}; raise its weight or epochs, or data.temperature"))
+    for source in statistics.train:
+        if source.epochs is not None and source.weight != 1.0:
+            text = f"has both epochs ({source.epochs:g}) and weight ({source.weight:g}): epochs decides"
+            notices.append(Notice("mixture", source.name, f"{text}, and the weight has no effect; remove one of them"))
+    return notices + _packing(statistics) + _batch(statistics) + _evaluation(statistics)
 
 
-def _learned(source: SourceStatistics, bill: DataStatistics) -> list[Notice]:
-    share, counted = source.learned_share, f"{source.supervised:,} of {source.tokens:,} tokens"
-    if bill.purpose in ("masked", "classify"):
+def _learned(source: SourceStatistics, statistics: DataStatistics) -> list[Notice]:
+    share = source.learned_share
+    counted = f"{source.supervised:,} of {source.tokens:,} tokens"
+    if statistics.purpose in ("masked", "classify"):
         return []  # what is learned is no part of the tokens there
     if share < LEAST_LEARNED:
         text = f"only {_percent(share)} of its tokens are learned ({counted}): most of the computing goes into prompts"
         return [Notice("learned", source.name, f"{text}; look at the preview for answers that are cut off or missing")]
-    if source.format in CHAT and bill.loss_on != "all" and share > MOST_LEARNED:
+    if source.format in CHAT and statistics.loss_on != "all" and share > MOST_LEARNED:
         text = f"{_percent(share)} of its tokens are learned ({counted}), though these are conversations"
         return [Notice("learned", source.name, f"{text}; look at the preview for prompts that count as answers")]
     return []
@@ -99,43 +98,48 @@ def _remarks(source: SourceStatistics) -> list[Notice]:
 
 
 def _left_out(source: SourceStatistics) -> list[Notice]:
-    found, rows = [], max(1, source.rows)
-    lost, repeats = source.lost(LOST), source.lost(REPEATS)
+    notices = []
+    rows = max(1, source.rows)
+    lost = source.lost(LOST)
+    repeats = source.lost(REPEATS)
     if lost / rows > MOST_LOST:
         parts = ", ".join(f"{source.fates[fate]:,} {fate}" for fate in LOST if source.fates.get(fate))
         text = f"{_percent(lost / rows)} of its rows do not go in whole ({parts})"
-        found.append(Notice("left out", source.name, f"{text}; look at those that are listed"))
+        notices.append(Notice("left out", source.name, f"{text}; look at those that are listed"))
     refined = source.lost(REFINED)
     if refined / rows > MOST_REFINED:
         parts = ", ".join(f"{source.fates[fate]:,} {fate}" for fate in REFINED if source.fates.get(fate))
         text = f"data.refine leaves out {_percent(refined / rows)} of its rows ({parts})"
-        found.append(Notice("refined", source.name, f"{text}; look at those that are listed, and loosen it if need be"))
+        notices.append(
+            Notice("refined", source.name, f"{text}; look at those that are listed, and loosen it if need be")
+        )
     if repeats / rows > MOST_REPEATS:
         text = f"{_percent(repeats / rows)} of its rows repeat others ({repeats:,} of {source.rows:,}) and are left out"
-        found.append(Notice("duplicates", source.name, f"{text}; look at how the file was made"))
-    return found
+        notices.append(Notice("duplicates", source.name, f"{text}; look at how the file was made"))
+    return notices
 
 
-def _long(source: SourceStatistics, bill: DataStatistics) -> list[Notice]:
+def _long(source: SourceStatistics, statistics: DataStatistics) -> list[Notice]:
     longest = source.longest or source.percentile(1.0)
-    splits = source.format == "text" or bill.purpose == "masked"
-    split = bill.over_length == "split" or (bill.over_length is None and splits)
-    if split or longest <= FAR * bill.sequence_length:
+    splits = source.format == "text" or statistics.purpose == "masked"
+    split = statistics.over_length == "split" or (statistics.over_length is None and splits)
+    if split or longest <= FAR * statistics.sequence_length:
         return []
-    most = source.percentile(0.999)
-    text = f"its longest row has {longest:,} tokens, data.sequence_length is {bill.sequence_length:,}"
-    if most > bill.sequence_length:
-        enough = min(_rounded(most), longest)
+    nearly_longest = source.percentile(0.999)
+    text = f"its longest row has {longest:,} tokens, data.sequence_length is {statistics.sequence_length:,}"
+    if nearly_longest > statistics.sequence_length:
+        enough = min(_rounded(nearly_longest), longest)
         return [Notice("long rows", source.name, f"{text}; {enough:,} would hold 99.9% of its rows")]
     return [Notice("long rows", source.name, f"{text}; 99.9% of its rows fit, so look at the few that do not")]
 
 
-def _packing(bill: DataStatistics) -> list[Notice]:
-    packing = bill.packing
-    one_a_row = bill.purpose in ("seq2seq", "masked", "classify")
+def _packing(statistics: DataStatistics) -> list[Notice]:
+    packing = statistics.packing
+    one_a_row = statistics.purpose in ("seq2seq", "masked", "classify")
     if not packing.sequences or packing.efficiency >= LEAST_FULL or one_a_row:
         return []
-    full, mean = _percent(packing.efficiency), packing.tokens / max(1, packing.documents)
+    full = _percent(packing.efficiency)
+    mean = packing.tokens / max(1, packing.documents)
     text = f"sequences are {full} full, the rest is padding"
     if not packing.on:
         text = f"rows fill {full} of data.sequence_length and are padded to the longest of their batch"
@@ -153,36 +157,38 @@ def _packing(bill: DataStatistics) -> list[Notice]:
     return [Notice("packing", "", f"{text}; raise data.packing_window")]
 
 
-def _batch(bill: DataStatistics) -> list[Notice]:
-    made, sequences = bill.steps, bill.packing.sequences
-    if made is None or sequences >= made.batch_size:
+def _batch(statistics: DataStatistics) -> list[Notice]:
+    steps = statistics.steps
+    sequences = statistics.packing.sequences
+    if steps is None or sequences >= steps.batch_size:
         return []
-    text = f"an epoch has {counted(sequences, 'sequence', 'sequences')}, fewer than train.batch_size {made.batch_size}"
+    text = f"an epoch has {counted(sequences, 'sequence', 'sequences')}, fewer than train.batch_size {steps.batch_size}"
     text += ": with train.epochs it is one smaller step, with train.steps a step repeats rows"
-    remedy = f"lower it to {sequences}" + (", or set data.packing: false" if bill.packing.on else "")
+    remedy = f"lower it to {sequences}" + (", or set data.packing: false" if statistics.packing.on else "")
     return [Notice("batch", "", f"{text}; {remedy}")]
 
 
-def _evaluation(bill: DataStatistics) -> list[Notice]:
-    trained = {source.path for source in bill.train}
-    same = [
+def _evaluation(statistics: DataStatistics) -> list[Notice]:
+    trained_paths = {source.path for source in statistics.train}
+    notices = [
         Notice("evaluation", s.name, "is trained on as well, so its loss says nothing about what the model has not "
                                      "seen; use other rows, or a share: data.eval: 2%")
-        for s in bill.eval if s.path in trained
+        for s in statistics.eval if s.path in trained_paths
     ]  # fmt: skip
-    held = sum(source.held_out for source in bill.train)
-    if held:  # a share is held out of every source but these
-        same += [
+    held_out = sum(source.held_out for source in statistics.train)
+    if held_out:  # a share is held out of every source but these
+        notices += [
             Notice("evaluation", s.name, "has a single row, which is trained on; nothing of it is held out")
-            for s in bill.train if s.rows == 1
+            for s in statistics.train if s.rows == 1
         ]  # fmt: skip
-    if not bill.eval and 0 < held < FEW_EVAL:
-        text = f"only {counted(held, 'row is', 'rows are')} held out for evaluation: its loss will jump about by chance"
-        same.append(Notice("evaluation", "", f"{text}; raise data.eval, or give it files of its own"))
-    return same + [
+    if not statistics.eval and 0 < held_out < FEW_EVAL:
+        rows = counted(held_out, "row is", "rows are")
+        text = f"only {rows} held out for evaluation: its loss will jump about by chance"
+        notices.append(Notice("evaluation", "", f"{text}; raise data.eval, or give it files of its own"))
+    return notices + [
         Notice("evaluation", s.name, f"only {counted(s.rows, 'row', 'rows')} to evaluate on: the loss will jump about "
                                      "by chance; add rows")
-        for s in bill.eval if 0 < s.rows < FEW_EVAL
+        for s in statistics.eval if 0 < s.rows < FEW_EVAL
     ]  # fmt: skip
 
 
@@ -191,5 +197,5 @@ def _percent(share: float) -> str:
 
 
 def _rounded(length: int) -> int:
-    """Up to a multiple of 64, which suits kernels and people."""
+    """Rounds up to a multiple of 64, which suits kernels."""
     return -(-length // 64) * 64

@@ -1,7 +1,7 @@
-"""The bill and the preview as one page to pass round: no script, nothing fetched, readable on a phone and on paper.
+"""The data report and the preview as one HTML page: no script, nothing fetched, readable on a phone and on paper.
 
 Its content comes from data files, so nothing in it is trusted: text is made visible (see visible.py), escaped, and the
-page forbids itself to run or load anything at all.
+page's policy forbids it to run or load anything.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ _BARS = 28
 def write_page(
     path: Path,
     title: str,
-    bill: DataStatistics,
+    statistics: DataStatistics,
     samples: Sequence[Sample],
     tokenizer: Any,
     notices: Sequence[Notice],
     problems: Sequence[UserError],
 ) -> None:
-    """Writes the page; whoever opens it sees the old one or the new one whole."""
-    page = render_page(title, bill, samples, tokenizer, notices, problems)
+    """Writes the page atomically."""
+    page = render_page(title, statistics, samples, tokenizer, notices, problems)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     temporary.write_text(page, encoding="utf-8")
@@ -44,24 +44,24 @@ def write_page(
 
 def render_page(
     title: str,
-    bill: DataStatistics,
+    statistics: DataStatistics,
     samples: Sequence[Sample],
     tokenizer: Any,
     notices: Sequence[Notice],
     problems: Sequence[UserError],
 ) -> str:
-    """The whole page as text."""
-    template = f" · template {_text(bill.template)}" if bill.template else ""
+    """Returns the page as HTML."""
+    template = f" · template {_text(statistics.template)}" if statistics.template else ""
     return _PAGE.substitute(
         title=_text(title),
-        subtitle=f"tokenizer {_text(bill.tokenizer)}{template} · loss on {_text(bill.loss_on)}",
-        tiles=_tiles(bill),
+        subtitle=f"tokenizer {_text(statistics.tokenizer)}{template} · loss on {_text(statistics.loss_on)}",
+        tiles=_tiles(statistics),
         notices=_notices(notices, problems),
-        tables=_table("Training data", bill.train, True) + _table("Evaluation data", bill.eval, False),
-        mixture=_mixture(bill.train),
-        lengths="".join(_lengths(source, bill.sequence_length) for source in bill.sources),
-        packing=_packing(bill),
-        fates=_fates(bill.sources),
+        tables=_table("Training data", statistics.train, True) + _table("Evaluation data", statistics.eval, False),
+        mixture=_mixture(statistics.train),
+        lengths="".join(_lengths(source, statistics.sequence_length) for source in statistics.sources),
+        packing=_packing(statistics),
+        fates=_fates(statistics.sources),
         samples=_samples(samples, TokenBytes(tokenizer)) if samples else "",
     )
 
@@ -70,18 +70,20 @@ def _text(value: object) -> str:
     return escape(one_line(value))
 
 
-def _tiles(bill: DataStatistics) -> str:
-    total = SourceTotals(bill.train)
+def _tiles(statistics: DataStatistics) -> str:
+    total = SourceTotals(statistics.train)
     tiles = [
-        ("Rows", f"{total.rows:,}", f"{len(bill.train)} source{'s' if len(bill.train) > 1 else ''}"),
+        ("Rows", f"{total.rows:,}", f"{len(statistics.train)} source{'s' if len(statistics.train) > 1 else ''}"),
         ("Tokens", f"{total.tokens:,}", f"{total.documents:,} documents"),
         ("Learned", f"{total.learned_share:.1%}", f"{total.supervised:,} tokens"),
-        ("Sequences", f"{bill.packing.sequences:,}", f"of {bill.sequence_length:,} tokens"),
+        ("Sequences", f"{statistics.packing.sequences:,}", f"of {statistics.sequence_length:,} tokens"),
     ]
-    if bill.steps is not None:
-        tiles.append(("Steps", f"{bill.steps.steps:,}", bill.steps.words))
-    if bill.packing.on:
-        tiles.append(("Full", f"{bill.packing.efficiency:.1%}", f"{bill.packing.padding:,} tokens of padding"))
+    if statistics.steps is not None:
+        tiles.append(("Steps", f"{statistics.steps.steps:,}", statistics.steps.words))
+    if statistics.packing.on:
+        tiles.append(
+            ("Full", f"{statistics.packing.efficiency:.1%}", f"{statistics.packing.padding:,} tokens of padding")
+        )
     return "".join(
         f'<div class="tile"><span>{name}</span><strong>{value}</strong><small>{note}</small></div>'
         for name, value, note in tiles
@@ -100,28 +102,32 @@ def _table(title: str, sources: Sequence[SourceStatistics], mixture: bool) -> st
     if not sources:
         return ""
     mixture = mixture and len(sources) > 1
-    held = any(source.held_out for source in sources)
-    heads = ["rows", *(["held out"] if held else []), "documents", "tokens", "learned"]
+    any_held_out = any(source.held_out for source in sources)
+    heads = ["rows", *(["held out"] if any_held_out else []), "documents", "tokens", "learned"]
     heads += [*(["mixture"] if mixture else []), "left out", "median", "99%", "longest", "tokens/s"]
     body = []
     for source in sources:
         speed = source.tokens_per_second
-        cells = [f"{source.rows:,}", *([f"{source.held_out:,}"] if held else []), f"{source.documents:,}"]
+        cells = [f"{source.rows:,}", *([f"{source.held_out:,}"] if any_held_out else []), f"{source.documents:,}"]
         cells += [f"{source.tokens:,}", f"{source.learned_share:.1%}", *([f"{source.share:.1%}"] if mixture else [])]
         cells += [f"{source.left_out:,}", f"{source.percentile(0.5):,}", f"{source.percentile(0.99):,}"]
         cells += [f"{source.longest or source.percentile(1.0):,}"]
-        cells += ["cached" if source.cached else f"{speed:,.0f}" if speed else "–"]
+        cells += ["cached" if source.cached else _speed(speed)]
         labelled = [f'<td data-label="{head}">{cell}</td>' for head, cell in zip(heads, cells, strict=True)]
         name = f'<th scope="row"><bdi>{_text(source.name)}</bdi></th>'
         body.append(f"<tr>{name}{''.join(labelled)}</tr>")
     head = "".join(f'<th scope="col">{name}</th>' for name in ["source", *heads])
     about = "".join(
-        f"<dt><bdi>{_text(s.name)}</bdi></dt><dd>{_text(s.understood)}"
-        f'<span class="path"><bdi>{_text(s.path)}</bdi></span></dd>'
-        for s in sources
+        f"<dt><bdi>{_text(source.name)}</bdi></dt><dd>{_text(source.understood)}"
+        f'<span class="path"><bdi>{_text(source.path)}</bdi></span></dd>'
+        for source in sources
     )
     table = f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{"".join(body)}</tbody></table></div>'
     return f'<section class="card"><h2>{title}</h2>{table}<dl>{about}</dl></section>'
+
+
+def _speed(tokens_per_second: float | None) -> str:
+    return f"{tokens_per_second:,.0f}" if tokens_per_second else "–"
 
 
 def _mixture(sources: Sequence[SourceStatistics]) -> str:
@@ -143,36 +149,40 @@ def _lengths(source: SourceStatistics, limit: int) -> str:
     bars = coarse(source.lengths, _BARS)
     if not bars:
         return ""
-    width, height, bottom = 320, 130, 108
-    step, most = width / len(bars), max(count for *_, count in bars)
+    width = 320
+    height = 130
+    bottom = 108
+    step = width / len(bars)
+    largest = max(count for *_, count in bars)
     parts = []
     for index, (low, high, count) in enumerate(bars):
-        tall = count / most * (bottom - 12)
-        tall = max(tall, 1.5) if count else 0
+        bar_height = count / largest * (bottom - 12)
+        bar_height = max(bar_height, 1.5) if count else 0
         kind = "bar over" if low > limit else "bar"
         label = f"{low:,} to {high:,} tokens: {count:,} rows"
-        box = f'x="{index * step + 1:.1f}" y="{bottom - tall:.1f}" width="{max(1, step - 2):.1f}" height="{tall:.1f}"'
-        parts.append(f'<rect class="{kind}" {box}><title>{label}</title></rect>')
+        geometry = f'x="{index * step + 1:.1f}" y="{bottom - bar_height:.1f}" width="{max(1, step - 2):.1f}"'
+        geometry += f' height="{bar_height:.1f}"'
+        parts.append(f'<rect class="{kind}" {geometry}><title>{label}</title></rect>')
     longest = source.longest or source.percentile(1.0)
-    place = next((index for index, (_, high, _) in enumerate(bars) if high > limit), None)
-    if place is not None and bars[0][0] <= limit < longest:
-        low, high, _ = bars[place]
-        x = (place + (limit - low + 1) / (high - low + 1)) * step
+    limit_bar = next((index for index, (_, high, _) in enumerate(bars) if high > limit), None)
+    if limit_bar is not None and bars[0][0] <= limit < longest:
+        low, high, _ = bars[limit_bar]
+        x = (limit_bar + (limit - low + 1) / (high - low + 1)) * step
         x = min(max(x, 0), width)
-        anchor, shift = ("end", -5) if x > width / 2 else ("start", 5)
+        anchor, offset = ("end", -5) if x > width / 2 else ("start", 5)
         parts.append(f'<line class="limit" x1="{x:.1f}" x2="{x:.1f}" y1="4" y2="{bottom}"></line>')
-        parts.append(f'<text class="tick" x="{x + shift:.1f}" y="12" text-anchor="{anchor}">{limit:,}</text>')
+        parts.append(f'<text class="tick" x="{x + offset:.1f}" y="12" text-anchor="{anchor}">{limit:,}</text>')
     parts.append(f'<line class="axis" x1="0" x2="{width}" y1="{bottom}" y2="{bottom}"></line>')
     ends = ((0, "start", bars[0][0]), (width / 2, "middle", bars[len(bars) // 2][0]), (width, "end", longest))
     for x, anchor, value in ends if len(bars) > 4 else (ends[0], ends[2]):
         parts.append(f'<text class="tick" x="{x}" y="{height - 8}" text-anchor="{anchor}">{value:,}</text>')
-    spoken = f"{source.name}: from {bars[0][0]:,} to {longest:,} tokens, median {source.percentile(0.5):,}"
-    svg = f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="{_text(spoken)}">{"".join(parts)}</svg>'
+    aria_label = f"{source.name}: from {bars[0][0]:,} to {longest:,} tokens, median {source.percentile(0.5):,}"
+    svg = f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="{_text(aria_label)}">{"".join(parts)}</svg>'
     return f'<figure class="card"><figcaption><bdi>{_text(source.name)}</bdi></figcaption>{svg}</figure>'
 
 
-def _packing(bill: DataStatistics) -> str:
-    packing = bill.packing
+def _packing(statistics: DataStatistics) -> str:
+    packing = statistics.packing
     if not packing.on:
         return "Off: every document is a sequence of its own, padded to the longest of its batch."
     return (
@@ -196,11 +206,11 @@ def _fates(sources: Iterable[SourceStatistics]) -> str:
                 f"<li><bdi>{_text(where)}</bdi>{' – ' if reason else ''}{escape(clipped(one_line(reason)))}</li>"
                 for where, reason in rows.get(fate, [])
             )
-            more = count - len(rows.get(fate, []))
-            rest = f'<p class="muted">and {more:,} more</p>' if more > 0 and listed else ""
+            unlisted = count - len(rows.get(fate, []))
+            more_note = f'<p class="muted">and {unlisted:,} more</p>' if unlisted > 0 and listed else ""
             share = f"{count / max(1, source.rows):.1%} of the rows"
             head = f"<summary>{_text(fate)}: {count:,} <small>({share})</small></summary>"
-            lists.append(f"<details>{head}<ol>{listed}</ol>{rest}</details>" if listed else
+            lists.append(f"<details>{head}<ol>{listed}</ol>{more_note}</details>" if listed else
                          f"<p>{_text(fate)}: {count:,} <small>({share})</small></p>")  # fmt: skip
         where = (
             f'<p class="muted">all of them in <bdi>{_text(source.fates_file)}</bdi></p>' if source.fates_file else ""
@@ -212,7 +222,8 @@ def _fates(sources: Iterable[SourceStatistics]) -> str:
 
 
 def _samples(samples: Sequence[Sample], pieces: TokenBytes) -> str:
-    parts, names = [], []
+    parts = []
+    names = []
     for sample in samples:
         first = sample.name not in names
         if first:

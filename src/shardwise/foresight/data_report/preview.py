@@ -1,9 +1,10 @@
-"""Shows examples as the model will see them: token by token, what is learned apart from what is not.
+"""Shows examples as the model sees them: token by token, loss tokens marked.
 
-[Note: halves of characters] A token need not be a whole character: byte-level tokenizers cut an emoji in four. Tokens
+[Note: halves of characters] A token need not be a whole character: byte-level tokenizers split an emoji in four. Tokens
 are therefore turned into bytes one by one, and the bytes of neighbours into characters; a character belongs to all the
-tokens that make it up. Where one half of it is learned and the other is not, or the bytes are no character at all, they
-are shown as <0xF0>. Decoding a token on its own, or a growing prefix, would show � instead, which a text may also hold.
+tokens that make it up. Where one half of it is trained on and the other is not, or the bytes are no character at all,
+they are shown as <0xF0>. Decoding a token on its own, or a growing prefix, would show � instead, which a text may also
+hold.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _STYLES = {
 
 @dataclass(frozen=True)
 class Sample:
-    """A real example: of which source, from where, its tokens, which of them are learned, and what became of it."""
+    """An example: its source and place, its tokens, the loss mask, and a note."""
 
     name: str
     where: str
@@ -47,7 +48,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class TextSpan:
-    """A stretch of an example: its text, whether it is learned, whether it is a special token, how many tokens."""
+    """A span of an example: its text, whether it is trained on, whether it is special, its number of tokens."""
 
     text: str
     learned: bool
@@ -63,25 +64,25 @@ class TextSpan:
 
 
 class TokenBytes:
-    """The bytes of each token of a tokenizer, as it stands within a text."""
+    """The bytes of each token of a tokenizer, as they appear within a text."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         values = json.loads(tokenizer.backend_tokenizer.to_str())
-        around = [values.get(key) for key in ("decoder", "pre_tokenizer", "normalizer")]
-        self._bytes = _byte_alphabet() if "ByteLevel" in _types(around) else None
-        self._blank = "▁" if "▁" in json.dumps(around, ensure_ascii=False) else None
+        components = [values.get(key) for key in ("decoder", "pre_tokenizer", "normalizer")]
+        self._bytes = _byte_alphabet() if "ByteLevel" in _types(components) else None
+        self._blank = "▁" if "▁" in json.dumps(components, ensure_ascii=False) else None
         self._fallback = bool((values.get("model") or {}).get("byte_fallback"))
         self._special = {int(i): str(t.content) for i, t in tokenizer.added_tokens_decoder.items()}
         self._shown = {i for i, t in tokenizer.added_tokens_decoder.items() if t.special}
         self._shown |= set(tokenizer.all_special_ids)
 
     def special(self, token: int) -> bool:
-        """Whether it is a token of the template's or the tokenizer's own, not text."""
+        """Whether a token is special: the template's or the tokenizer's own, not text."""
         return token in self._shown
 
     def written(self, token: int) -> bytes:
-        """What it writes."""
+        """Returns the bytes that a token decodes to."""
         if token in self._special:
             return self._special[token].encode("utf-8", "surrogatepass")
         word: str | None = self._tokenizer.convert_ids_to_tokens(token)
@@ -112,23 +113,23 @@ def _types(value: Any) -> set[str]:
 
 def _byte_alphabet() -> dict[str, int]:
     """The character that stands for each byte: printable Latin-1 for itself, the others from U+0100 on, in order."""
-    own = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in own]
-    return {chr(byte): byte for byte in own} | {chr(0x100 + n): byte for n, byte in enumerate(others)}
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + n): byte for n, byte in enumerate(others)}
 
 
 def spans(
     pieces: TokenBytes, tokens: Sequence[int] | np.ndarray, learned: Sequence[bool] | np.ndarray
 ) -> list[TextSpan]:
-    """An example as stretches of text, one per token or per group of tokens that make up a character."""
-    found: list[TextSpan] = []
+    """Returns an example as spans of text, one per token or per group of tokens that make up a character."""
+    result: list[TextSpan] = []
     for special, group in _runs(pieces, tokens, learned):
         if special:
             texts = [(pieces.written(token).decode("utf-8", "backslashreplace"), mask) for token, mask in group]
-            found += [TextSpan(text, mask, True, 1) for text, mask in texts]
+            result += [TextSpan(text, mask, True, 1) for text, mask in texts]
         else:
-            found += _characters([(pieces.written(token), mask) for token, mask in group])
-    return found
+            result += _characters([(pieces.written(token), mask) for token, mask in group])
+    return result
 
 
 def _runs(pieces: TokenBytes, tokens: Any, learned: Any) -> Iterator[tuple[bool, list[tuple[int, bool]]]]:
@@ -146,76 +147,86 @@ def _runs(pieces: TokenBytes, tokens: Any, learned: Any) -> Iterator[tuple[bool,
 
 
 def _characters(group: list[tuple[bytes, bool]]) -> list[TextSpan]:
-    found: list[TextSpan] = []
-    waiting: list[tuple[bytes, bool]] = []  # tokens whose last character is not whole yet
+    result: list[TextSpan] = []
+    pending: list[tuple[bytes, bool]] = []  # tokens whose last character is not whole yet
     for index, (data, mask) in enumerate(group):
-        waiting.append((data, mask))
-        whole = b"".join(part for part, _ in waiting)
+        pending.append((data, mask))
+        data_so_far = b"".join(part for part, _ in pending)
         decoder = codecs.getincrementaldecoder("utf-8")("strict")
         try:
-            text = decoder.decode(whole, final=index + 1 == len(group))
+            text = decoder.decode(data_so_far, final=index + 1 == len(group))
         except UnicodeDecodeError:
-            found += [_spelled(part, learned) for part, learned in waiting]
+            result += [_spelled(part, learned) for part, learned in pending]
         else:
             if decoder.getstate()[0]:
                 continue
-            if len({learned for _, learned in waiting}) > 1:
-                found += [_spelled(part, learned) for part, learned in waiting]
+            if len({learned for _, learned in pending}) > 1:
+                result += [_spelled(part, learned) for part, learned in pending]
             else:
-                found.append(TextSpan(text, mask, False, len(waiting)))
-        waiting = []
-    return found
+                result.append(TextSpan(text, mask, False, len(pending)))
+        pending = []
+    return result
 
 
 def _spelled(data: bytes, learned: bool) -> TextSpan:
-    """Bytes that are no text on their own: what can be read of them, the rest by number."""
+    """Bytes that are no text on their own: readable characters, and the rest by number."""
     text = data.decode("utf-8", "surrogateescape")
-    shown = "".join(f"<0x{ord(c) - 0xDC00:02X}>" if 0xDC80 <= ord(c) <= 0xDCFF else c for c in text)
-    return TextSpan(shown, learned, False, 1, broken=True)
+    spelled_text = "".join(f"<0x{ord(c) - 0xDC00:02X}>" if 0xDC80 <= ord(c) <= 0xDCFF else c for c in text)
+    return TextSpan(spelled_text, learned, False, 1, broken=True)
 
 
-def shortened(pieces: TokenBytes, sample: Sample, most: int) -> list[TextSpan]:
-    """The spans of an example, its middle left out (and counted) where it has more than `most` tokens."""
-    tokens, learned = sample.tokens, sample.learned
-    if len(tokens) <= most:
+def shortened(pieces: TokenBytes, sample: Sample, limit: int) -> list[TextSpan]:
+    """Returns the spans of an example, its middle elided (and counted) beyond `most` tokens."""
+    tokens = sample.tokens
+    learned = sample.learned
+    if len(tokens) <= limit:
         return spans(pieces, tokens, learned)
-    first, last = most - most // 3, most // 3
-    head = _within(spans(pieces, tokens[: first + EDGE], learned[: first + EDGE]), first)
-    tail = _within(spans(pieces, tokens[-last - EDGE :], learned[-last - EDGE :])[::-1], last)[::-1]
-    start, stop = sum(s.tokens for s in head), len(tokens) - sum(s.tokens for s in tail)
+    head_tokens = limit - limit // 3
+    tail_tokens = limit // 3
+    head = _within(spans(pieces, tokens[: head_tokens + EDGE], learned[: head_tokens + EDGE]), head_tokens)
+    tail = _within(spans(pieces, tokens[-tail_tokens - EDGE :], learned[-tail_tokens - EDGE :])[::-1], tail_tokens)[
+        ::-1
+    ]
+    start = sum(s.tokens for s in head)
+    stop = len(tokens) - sum(s.tokens for s in tail)
     text = f"{stop - start:,} tokens left out, {int(np.sum(learned[start:stop])):,} of them learned"
     return [*head, TextSpan(text, False, False, stop - start, left_out=True), *tail]
 
 
-def _within(parts: list[TextSpan], most: int) -> list[TextSpan]:
-    kept, total = [], 0
+def _within(parts: list[TextSpan], limit: int) -> list[TextSpan]:
+    result = []
+    total = 0
     for part in parts:
         total += part.tokens
-        if total > most:
+        if total > limit:
             break
-        kept.append(part)
-    return kept
+        result.append(part)
+    return result
 
 
 def shown(parts: Iterable[TextSpan], marks: Marks = UNICODE) -> Iterator[tuple[str, TextSpan, bool]]:
-    """Safe text to show, with its span and whether it is a mark for something invisible; equal neighbours are one."""
+    """Yields safe text with its span and whether it marks something invisible; equal neighbours are merged."""
     parts = list(parts)
     # Seen as one text, in which a special token ends the line: a space before it is one that nobody sees.
-    whole = "".join("\n" * len(p.text) if p.special or p.left_out else p.text for p in parts)
-    trailing, place = trailing_spaces(whole), 0
+    full_text = "".join("\n" * len(p.text) if p.special or p.left_out else p.text for p in parts)
+    trailing = trailing_spaces(full_text)
+    offset = 0
     flat: list[tuple[str, TextSpan, bool]] = []
     for part in parts:
-        here = {t - place for t in range(place, place + len(part.text)) if t in trailing and not part.special}
-        place += len(part.text)
-        flat += [(piece, part, mark) for piece, mark in visible(part.text, here, marks)]
+        own_trailing = {
+            t - offset for t in range(offset, offset + len(part.text)) if t in trailing and not part.special
+        }
+        offset += len(part.text)
+        flat += [(piece, part, mark) for piece, mark in visible(part.text, own_trailing, marks)]
     for (*_, mark), group in groupby(flat, lambda item: (*item[1].kind, item[2])):
-        found = list(group)
-        yield "".join(piece for piece, _, _ in found), found[0][1], mark
+        items = list(group)
+        yield "".join(piece for piece, _, _ in items), items[0][1], mark
 
 
 def describe(sample: Sample) -> str:
-    """The line above an example: where it is from, its tokens, and what became of it."""
-    total, learned = len(sample.tokens), int(np.sum(sample.learned))
+    """Returns the line above an example: its tokens, loss tokens, and note."""
+    total = len(sample.tokens)
+    learned = int(np.sum(sample.learned))
     share = f" ({learned / total:.0%})" if total else ""
     return f"{total:,} tokens, {learned:,} learned{share}" + (f"; {sample.note}" if sample.note else "")
 
@@ -224,7 +235,9 @@ class Preview:
     """Prints examples: coloured and underlined on a terminal, with brackets where there is no colour."""
 
     def __init__(self, tokenizer: Any, console: Console, most: int = MOST_TOKENS) -> None:
-        self._pieces, self._console, self._most = TokenBytes(tokenizer), console, most
+        self._pieces = TokenBytes(tokenizer)
+        self._console = console
+        self._most = most
         ascii_only = console.options.ascii_only
         self._marks = ASCII if ascii_only else UNICODE
         self._coloured = console.is_terminal and not console.no_color and console.color_system is not None
@@ -232,7 +245,7 @@ class Preview:
         self._elision = "..." if ascii_only else "…"
 
     def legend(self) -> Text:
-        """What the colours or brackets mean."""
+        """Returns what the colours or brackets mean."""
         marks = self._marks
         line = Text("learned tokens are ")
         if self._coloured:
@@ -259,15 +272,15 @@ class Preview:
             )
 
     def text(self, sample: Sample) -> Text:
-        """One example, styled."""
+        """Returns one example as styled text."""
         text = Text(overflow="fold", no_wrap=False)
-        inside = False
+        in_brackets = False
         for piece, span, mark in shown(shortened(self._pieces, sample, self._most), self._marks):
             learned = span.learned and not span.left_out
             if not self._coloured:
-                if learned != inside:
+                if learned != in_brackets:
                     text.append(self._brackets[learned is False])
-                    inside = learned
+                    in_brackets = learned
                 for bracket in self._brackets:
                     if not self._console.options.ascii_only:
                         piece = piece.replace(bracket, f"<U+{ord(bracket):04X}>")
@@ -276,7 +289,7 @@ class Preview:
             else:
                 style = "cyan" if mark or span.broken else _STYLES[span.learned, span.special]
                 text.append(piece, style=f"{style} underline" if learned and self._coloured else style)
-        if inside:
+        if in_brackets:
             text.append(self._brackets[1])
         text.rstrip()  # the newline that ends most examples has its mark already
         return text

@@ -1,6 +1,6 @@
-"""Reads the data of a run for the bill and the preview, without readying anything else of the run.
+"""Reads the data of a run for the report and the preview, without preparing anything else of the run.
 
-This is the seam between what is shown (bill, preview, page) and how data are prepared: `survey` prepares, `bill_of`
+This is the seam between what is shown (report, preview, page) and how data are prepared: `survey` prepares, `bill_of`
 counts, `samples_of` and `sample_at` fetch real examples.
 """
 
@@ -24,7 +24,7 @@ from shardwise.data.loader import Loader, make_loader
 from shardwise.data.mixing import all_names, passes_per_epoch
 from shardwise.data.preference import describe_head
 from shardwise.data.preference_layout import LAYOUTS
-from shardwise.data.prepare import Prepared, PreparedSource, Tell, prepare_data
+from shardwise.data.prepare import Prepared, PreparedSource, ProgressReport, prepare_data
 from shardwise.data.render import Renderer
 from shardwise.data.row_renderers import note_of
 from shardwise.data.statistics import DataStatistics, PackingStatistics, SourceStatistics, StepStatistics
@@ -44,7 +44,7 @@ class Problems(Exception):
 
 @dataclass(frozen=True)
 class Survey:
-    """The prepared data of a run, and what is needed to read more of them."""
+    """The prepared data of a run, and what is needed to read more of it."""
 
     run: Run
     tokenizer: Any
@@ -52,8 +52,8 @@ class Survey:
     prepared: Prepared
 
 
-def survey(run: Run, say: Callable[[str], None] = lambda _: None, tell: Tell | None = None) -> Survey:
-    """Finds the tokenizer and prepares the data; raises Problems with everything that is wrong with them."""
+def survey(run: Run, say: Callable[[str], None] = lambda _: None, progress: ProgressReport | None = None) -> Survey:
+    """Finds the tokenizer and prepares the data. Raises Problems with everything that is wrong with them."""
     from shardwise.nn.models.build import build_on_meta
     from shardwise.nn.models.source import find_model
 
@@ -69,88 +69,95 @@ def survey(run: Run, say: Callable[[str], None] = lambda _: None, tell: Tell | N
     except UserError as error:
         raise Problems([error]) from None
     run = result.run
-    known: dict[str, Any] = {"purpose": purpose_of(run), "labels": labels_of(run), "stops": stops}
-    data, seed = run.data, run.train.seed
+    options: dict[str, Any] = {"purpose": purpose_of(run), "labels": labels_of(run), "stops": stops}
+    data = run.data
+    seed = run.train.seed
     vocabulary = vocabulary_size(build_on_meta(source))
     try:
-        prepared = prepare_data(data, tokenizer, seed, say, vocabulary, tell=tell, **known)
+        prepared = prepare_data(data, tokenizer, seed, say, vocabulary, progress=progress, **options)
     except UserError as error:
-        raise Problems(_every_problem(data, tokenizer, seed, known) or [error]) from None
+        raise Problems(_every_problem(data, tokenizer, seed, options) or [error]) from None
     return Survey(run, tokenizer, source.tokenizer, prepared)
 
 
-def _every_problem(data: Data, tokenizer: Any, seed: int, known: dict[str, Any]) -> list[UserError]:
-    """Each source on its own, since the first mistake ends the preparation of all."""
-    found: list[UserError] = []
+def _every_problem(data: Data, tokenizer: Any, seed: int, options: dict[str, Any]) -> list[UserError]:
+    """Prepares each source on its own, since the first mistake ends the preparation of all."""
+    errors: list[UserError] = []
     for kind, sources in (("train", data.train), ("eval", data.eval_sources)):
         for index, source in enumerate(sources):
-            alone = data.model_copy(update={"train": (source,), "eval": 0.0})
+            single = data.model_copy(update={"train": (source,), "eval": 0.0})
             try:
-                prepare_data(alone, tokenizer, seed, **known)
+                prepare_data(single, tokenizer, seed, **options)
             except UserError as error:
                 field = re.sub(r"^data\.train(\.0)?", f"data.{kind}.{index}", error.field)
                 same = UserError(field, error.value, error.problem, error.remedy)
-                if str(same) not in map(str, found):
-                    found.append(same)
-    return found
+                if str(same) not in map(str, errors):
+                    errors.append(same)
+    return errors
 
 
-def _named(found: Survey) -> Iterator[tuple[str, PreparedSource]]:
-    yield from zip(all_names(found.run.data), found.prepared.train + found.prepared.eval, strict=True)
+def _named(surveyed: Survey) -> Iterator[tuple[str, PreparedSource]]:
+    yield from zip(all_names(surveyed.run.data), surveyed.prepared.train + surveyed.prepared.eval, strict=True)
 
 
-def bill_of(found: Survey) -> DataStatistics:
-    """Counts what was prepared."""
-    data, prepared = found.run.data, found.prepared
+def bill_of(surveyed: Survey) -> DataStatistics:
+    """Returns the statistics of the prepared data."""
+    data = surveyed.run.data
+    prepared = surveyed.prepared
     streams = prepared.streams()
     passes = [float(p) for p in passes_per_epoch(streams, data.temperature)]
-    seen = [p * one.known["tokens"] for p, one in zip(passes, prepared.train, strict=True)]
-    bills: dict[bool, list[SourceStatistics]] = {True: [], False: []}
-    for name, one in _named(found):
-        known: dict[str, Any] = {"cached": one.cached, "fates_file": str(one.folder / "fates.jsonl")}
-        if one.spec.trains:
-            share = seen[one.spec.index] / max(1.0, sum(seen))
-            known |= {"held_out": one.known["held_out"], "passes": passes[one.spec.index], "share": share}
-            known |= {"temperature": data.temperature}
-        bills[one.spec.trains].append(SourceStatistics.from_facts(one.spec.source, name, one.known, **known))
-    layout = LAYOUTS.get(purpose_of(found.run), CausalLayout)(0)
-    loader = make_loader(streams, data, found.run.train.seed, layout, data.temperature)
-    sequences, efficiency = loader.epoch_sequences(), loader.efficiency()
-    documents = round(sum(p * one.known["documents"] for p, one in zip(passes, prepared.train, strict=True)))
+    tokens_per_epoch = [p * source.known["tokens"] for p, source in zip(passes, prepared.train, strict=True)]
+    statistics: dict[bool, list[SourceStatistics]] = {True: [], False: []}
+    for name, source in _named(surveyed):
+        extra: dict[str, Any] = {"cached": source.cached, "fates_file": str(source.folder / "fates.jsonl")}
+        if source.spec.trains:
+            share = tokens_per_epoch[source.spec.index] / max(1.0, sum(tokens_per_epoch))
+            extra |= {"held_out": source.known["held_out"], "passes": passes[source.spec.index], "share": share}
+            extra |= {"temperature": data.temperature}
+        statistics[source.spec.trains].append(
+            SourceStatistics.from_facts(source.spec.source, name, source.known, **extra)
+        )
+    layout = LAYOUTS.get(purpose_of(surveyed.run), CausalLayout)(0)
+    loader = make_loader(streams, data, surveyed.run.train.seed, layout, data.temperature)
+    sequences = loader.epoch_sequences()
+    efficiency = loader.efficiency()
+    documents = round(sum(p * source.known["documents"] for p, source in zip(passes, prepared.train, strict=True)))
     tokens = round(efficiency * sequences * data.sequence_length)
     packing = PackingStatistics(
         bool(data.packing), sequences, documents, tokens, data.sequence_length, data.packing_window
     )
-    template = template_fingerprint(found.tokenizer)
-    purpose = purpose_of(found.run)
+    template = template_fingerprint(surveyed.tokenizer)
+    purpose = purpose_of(surveyed.run)
     return DataStatistics(
-        bills[True], bills[False], packing, found.label, template, data.loss_on, data.over_length, purpose,
-        _steps(found.run.train, loader),
+        statistics[True], statistics[False], packing, surveyed.label, template, data.loss_on, data.over_length, purpose,
+        _steps(surveyed.run.train, loader),
     )  # fmt: skip
 
 
 def _steps(train: Train, loader: Loader) -> StepStatistics:
-    steps, batch, first = train.steps, train.batch_size, loader.epoch_sequences()
+    steps = train.steps
+    batch = train.batch_size
+    sequences = loader.epoch_sequences()
     if steps is not None and train.epochs is None:
-        return StepStatistics(steps, steps * batch / first, batch, stream_in_words(steps, batch, first))
+        return StepStatistics(steps, steps * batch / sequences, batch, stream_in_words(steps, batch, sequences))
     count = train.epochs or 1.0
     epochs = Epochs.of(count, loader.epoch_sequences)
-    whole = epochs.steps(batch)
-    return StepStatistics(min(steps or whole, whole), count, batch, epochs.in_words(count, batch, steps))
+    total = epochs.steps(batch)
+    return StepStatistics(min(steps or total, total), count, batch, epochs.in_words(count, batch, steps))
 
 
-def spread(rows: int, wanted: int) -> list[int]:
-    """Row numbers from the first on, evenly over all of them."""
-    wanted = min(rows, wanted)
-    return [index * rows // wanted for index in range(wanted)]
+def spread(rows: int, count: int) -> list[int]:
+    """Returns row numbers from the first on, evenly spread over all rows."""
+    count = min(rows, count)
+    return [index * rows // count for index in range(count)]
 
 
-def samples_of(found: Survey, wanted: int) -> list[Sample]:
-    """`wanted` rows of each source, evenly spread, the same ones every time."""
+def samples_of(surveyed: Survey, count: int) -> list[Sample]:
+    """Returns `wanted` rows of each source, evenly spread, the same ones every time."""
     samples: list[Sample] = []
-    for name, one in _named(found):
-        numbers = set(spread(one.known["rows"], wanted))
-        samples += _rendered(found, name, one.spec, partial(_among, numbers))
+    for name, source in _named(surveyed):
+        numbers = set(spread(source.known["rows"], count))
+        samples += _rendered(surveyed, name, source.spec, partial(_among, numbers))
     return samples
 
 
@@ -158,22 +165,27 @@ def _among(numbers: set[int], number: int, where: str) -> bool:
     return number in numbers
 
 
-def sample_at(found: Survey, place: str) -> Sample:
-    """One particular row: FILE:LINE, FILE (of a text file), SOURCE:NUMBER, or NUMBER (of the first source)."""
+def sample_at(surveyed: Survey, place: str) -> Sample:
+    """Returns one row: FILE:LINE, FILE (of a text file), SOURCE:NUMBER, or NUMBER (of the first source)."""
     before, _, last = place.rpartition(":")
     number = int(last) - 1 if last.isascii() and last.isdigit() else None
     # As places are written: a line, a row of a table or of one long line, a file that is one row.
-    written = {place, *([f"{before} row {number + 1}"] if number is not None and before else [])}
-    written |= {before} if number == 0 and before else set()
-    ends = tuple(f"/{one}" for one in written if one)
-    whole = {str(Path(one).expanduser().absolute()) for one in written if one}
-    for name, one in _named(found):
-        here = number if before in ("", name) else None
+    spellings = {place, *([f"{before} row {number + 1}"] if number is not None and before else [])}
+    spellings |= {before} if number == 0 and before else set()
+    ends = tuple(f"/{spelling}" for spelling in spellings if spelling)
+    absolute = {str(Path(spelling).expanduser().absolute()) for spelling in spellings if spelling}
+    for name, source in _named(surveyed):
+        row_number = number if before in ("", name) else None
 
-        def chosen(row: int, where: str, here: int | None = here) -> bool:
-            return row == here or where in written or where.endswith(ends) or str(Path(where).absolute()) in whole
+        def chosen(row: int, where: str, row_number: int | None = row_number) -> bool:
+            return (
+                row == row_number
+                or where in spellings
+                or where.endswith(ends)
+                or str(Path(where).absolute()) in absolute
+            )
 
-        for sample in _rendered(found, name, one.spec, chosen):
+        for sample in _rendered(surveyed, name, source.spec, chosen):
             return sample
         if number is not None and not before:
             break  # a bare number is of the first source
@@ -181,12 +193,12 @@ def sample_at(found: Survey, place: str) -> Sample:
     raise UserError("--row", place, "no source of this run has such a row", remedy)
 
 
-def _rendered(found: Survey, name: str, spec: Spec, chosen: Callable[[int, str], bool]) -> Iterator[Sample]:
-    """The chosen rows as the model will see them, whatever became of them."""
+def _rendered(surveyed: Survey, name: str, spec: Spec, chosen: Callable[[int, str], bool]) -> Iterator[Sample]:
+    """The chosen rows as the model sees them, including those that are dropped or truncated."""
     detected, tasks = look(spec)
     skip = spec.data.model_copy(update={"on_bad_row": "skip"})
     reader = RowReader(replace(spec, data=skip), detected, None)
-    renderer = Renderer(found.tokenizer, spec.data.loss_on, spec.field, spec.purpose, spec.labels, spec.stops)
+    renderer = Renderer(surveyed.tokenizer, spec.data.loss_on, spec.field, spec.purpose, spec.labels, spec.stops)
     for task in tasks:
         examples = [e for e in reader.examples(task, {}, RowOutcomes())[0] if chosen(e.number, e.where)]
         texts = {e.number for e in examples if e.kind == "text"}
@@ -195,13 +207,15 @@ def _rendered(found: Survey, name: str, spec: Spec, chosen: Callable[[int, str],
                 continue
             fates = RowOutcomes()
             pieces = fit(document, document.number in texts, spec, fates, [], renderer)
-            note, shown = "", document
+            note = ""
+            kept_document = document
             if len(pieces) > 1:
                 note = f"split over {len(pieces)} sequences"
             elif not pieces:
                 note = f"{next(iter(fates.rows), 'refused')}: longer than data.sequence_length"
             elif len(pieces[0].tokens) < len(document.tokens):
-                note, shown = f"truncated from {len(document.tokens):,} tokens", pieces[0]
-            shown, said = note_of(shown, spec.purpose, spec.labels)
-            note = "; ".join(filter(None, (said, describe_head(shown, spec.purpose), note)))
-            yield Sample(name, document.where, shown.tokens, shown.learned, note)
+                note = f"truncated from {len(document.tokens):,} tokens"
+                kept_document = pieces[0]
+            kept_document, purpose_note = note_of(kept_document, spec.purpose, spec.labels)
+            note = "; ".join(filter(None, (purpose_note, describe_head(kept_document, spec.purpose), note)))
+            yield Sample(name, document.where, kept_document.tokens, kept_document.learned, note)

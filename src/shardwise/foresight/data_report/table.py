@@ -1,9 +1,9 @@
-"""The bill in the terminal: a table of the sources that fits any width, then what is odd about them, in words."""
+"""The data report in the terminal: a table of the sources that fits any width, then the notices."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from rich.cells import cell_len
 from rich.console import Console
@@ -26,7 +26,7 @@ _MOST_REASON = 160
 
 @dataclass(frozen=True)
 class _TableColumn:
-    """One column of the table; those of the highest rank come last on a narrow terminal."""
+    """One column of the table; on a narrow terminal, columns of higher rank go to later tables."""
 
     title: str
     rank: int
@@ -37,86 +37,130 @@ class _TableColumn:
         return max(map(cell_len, [self.title, *self.cells])) + _GAP
 
 
-def print_bill(bill: DataStatistics, console: Console) -> None:
-    """The table, the sources one by one, the packing and the rows that did not go in as they are."""
-    template = f", template {one_line(bill.template)}" if bill.template else ""
-    _print(console, f"tokenizer {one_line(bill.tokenizer)}{template}", "dim")
-    for title, sources in (("training data", bill.train), ("evaluation data", bill.eval)):
+@dataclass(frozen=True)
+class _ColumnRule:
+    """How a column is filled: the cell of a source, the cell of the last row, and whether it is shown at all."""
+
+    title: str
+    rank: int
+    cell: Callable[[SourceStatistics], str]
+    total: Callable[[Sequence[SourceStatistics]], str] | None = None
+    shown: Callable[[Sequence[SourceStatistics], bool], bool] = lambda sources, mixture: True
+
+
+def _counted(title: str, rank: int, field: str) -> _ColumnRule:
+    """A column of counts, with their sum in the last row."""
+
+    def cell(source: SourceStatistics) -> str:
+        return f"{getattr(source, field):,}"
+
+    def total(sources: Sequence[SourceStatistics]) -> str:
+        return f"{sum(getattr(source, field) for source in sources):,}"
+
+    return _ColumnRule(title, rank, cell, total)
+
+
+def _any_held_out(sources: Sequence[SourceStatistics], mixture: bool) -> bool:
+    return any(source.held_out for source in sources)
+
+
+def _several_mixed(sources: Sequence[SourceStatistics], mixture: bool) -> bool:
+    return mixture and len(sources) > 1
+
+
+def _learned_total(sources: Sequence[SourceStatistics]) -> str:
+    return _share(SourceTotals(sources).learned_share)
+
+
+_COLUMNS = (
+    _counted("rows", 3, "rows"),
+    _counted("documents", 6, "documents"),
+    replace(_counted("held out", 11, "held_out"), shown=_any_held_out),
+    _counted("tokens", 1, "tokens"),
+    _ColumnRule("learned", 2, lambda source: _share(source.learned_share), _learned_total),
+    _ColumnRule("mixture", 4, lambda source: _share(source.share), shown=_several_mixed),
+    _counted("left out", 5, "left_out"),
+    _ColumnRule("median", 8, lambda source: f"{source.percentile(0.5):,}"),
+    _ColumnRule("99%", 7, lambda source: f"{source.percentile(0.99):,}"),
+    _ColumnRule("longest", 9, lambda source: f"{source.longest or source.percentile(1.0):,}"),
+    _ColumnRule("tokens/s", 10, lambda source: "cached" if source.cached else _rate(source.tokens_per_second)),
+)
+
+
+def print_bill(statistics: DataStatistics, console: Console) -> None:
+    """Prints the table, each source, the packing, and the rows that were dropped or changed."""
+    template = f", template {one_line(statistics.template)}" if statistics.template else ""
+    _print(console, f"tokenizer {one_line(statistics.tokenizer)}{template}", "dim")
+    for title, sources in (("training data", statistics.train), ("evaluation data", statistics.eval)):
         if sources:
             console.print()
-            for table in _tables(title, sources, console.width, mixture=sources is bill.train):
+            for table in _tables(title, sources, console.width, mixture=sources is statistics.train):
                 console.print(table)
     console.print()
-    for source in bill.sources:
+    for source in statistics.sources:
         _print_source(source, console)
-    _print(console, _packing_line(bill))
-    if bill.steps is not None:
-        _print(console, f"{counted(bill.steps.steps, 'step', 'steps')}: {bill.steps.words}")
-    for source in bill.sources:
+    _print(console, _packing_line(statistics))
+    if statistics.steps is not None:
+        _print(console, f"{counted(statistics.steps.steps, 'step', 'steps')}: {statistics.steps.words}")
+    for source in statistics.sources:
         _print_fates(source, console)
 
 
-def print_notices(found: Sequence[Notice], console: Console) -> None:
-    """What looks wrong, one paragraph each."""
-    for notice in found:
+def print_notices(notices: Sequence[Notice], console: Console) -> None:
+    """Prints the warnings, one paragraph each."""
+    for notice in notices:
         line = Text("warning: ", style="bold yellow")
         line.append(f"{one_line(notice.source)}: " if notice.source else "", style="not bold default")
         line.append(several_lines(notice.text), style="not bold default")
         console.print(line, soft_wrap=not console.is_terminal, highlight=False)
 
 
-def print_problems(found: Sequence[UserError], console: Console) -> None:
-    """What would fail the run, all of it."""
-    for error in found:
+def print_problems(errors: Sequence[UserError], console: Console) -> None:
+    """Prints the errors that would fail the run."""
+    for error in errors:
         line = Text("error: ", style="bold red")
         line.append(several_lines(error), style="not bold default")
         console.print(line, soft_wrap=True, highlight=False)
 
 
 def _tables(title: str, sources: list[SourceStatistics], width: int, mixture: bool) -> Iterator[Table]:
-    """All columns: what one table has no room for goes on in another below it."""
+    """Yields tables with all columns: those that one has no room for go to another below it."""
     several = len(sources) > 1
-    shares = [s.learned_share for s in sources] + ([SourceTotals(sources).learned_share] if several else [])
     names = [one_line(s.name) for s in sources] + (["all"] if several else [])
-    columns = [
-        _TableColumn("rows", 3, _counts([s.rows for s in sources], several)),
-        _TableColumn("documents", 6, _counts([s.documents for s in sources], several)),
-        _TableColumn("tokens", 1, _counts([s.tokens for s in sources], several)),
-        _TableColumn("learned", 2, [_share(share) for share in shares]),
-        _TableColumn("left out", 5, _counts([s.left_out for s in sources], several)),
-        _TableColumn("median", 8, [f"{s.percentile(0.5):,}" for s in sources]),
-        _TableColumn("99%", 7, [f"{s.percentile(0.99):,}" for s in sources]),
-        _TableColumn("longest", 9, [f"{s.longest or s.percentile(1.0):,}" for s in sources]),
-        _TableColumn("tokens/s", 10, ["cached" if s.cached else _rate(s.tokens_per_second) for s in sources]),
-    ]
-    if mixture and several:
-        columns.insert(4, _TableColumn("mixture", 4, [_share(s.share) for s in sources]))
-    if any(s.held_out for s in sources):
-        columns.insert(2, _TableColumn("held out", 11, _counts([s.held_out for s in sources], several)))
-    first = sum(entry.width for entry in columns if entry.rank <= _FIRST)
-    wanted = min(max(map(cell_len, names)), _MOST_NAME, width - first - _GAP)
-    room = width - max(_LEAST_NAME, wanted) - _GAP
+    columns = [_column(rule, sources) for rule in _COLUMNS if rule.shown(sources, mixture)]
+    first_columns = sum(entry.width for entry in columns if entry.rank <= _FIRST)
+    name_width = min(max(map(cell_len, names)), _MOST_NAME, width - first_columns - _GAP)
+    room = width - max(_LEAST_NAME, name_width) - _GAP
     while columns:
-        kept, left = set[int](), room
+        shown_ranks = set[int]()
+        remaining = room
         for entry in sorted(columns, key=lambda c: c.rank):
-            if entry.width > left and kept:
+            if entry.width > remaining and shown_ranks:
                 break
-            left -= entry.width
-            kept.add(entry.rank)
-        chosen = [entry for entry in columns if entry.rank in kept]
-        yield _table(title, names, chosen, len(sources))
-        columns, title = [entry for entry in columns if entry.rank not in kept], ""
+            remaining -= entry.width
+            shown_ranks.add(entry.rank)
+        shown = [entry for entry in columns if entry.rank in shown_ranks]
+        yield _table(title, names, shown, len(sources))
+        columns = [entry for entry in columns if entry.rank not in shown_ranks]
+        title = ""
 
 
 def _table(title: str, names: list[str], columns: list[_TableColumn], sources: int) -> Table:
     table = Table(title=title or None, title_justify="left", box=None, padding=(0, _GAP, 0, 0), pad_edge=False)
     table.add_column("source", overflow="fold", min_width=_LEAST_NAME)
-    for entry in columns:
-        table.add_column(entry.title, justify="right", no_wrap=True)
+    for column in columns:
+        table.add_column(column.title, justify="right", no_wrap=True)
     for row, name in enumerate(names):
-        cells = [Text(entry.cells[row] if row < len(entry.cells) else "") for entry in columns]
+        cells = [Text(column.cells[row] if row < len(column.cells) else "") for column in columns]
         table.add_row(Text(name), *cells, style="bold" if row == sources else "")
     return table
+
+
+def _column(rule: _ColumnRule, sources: Sequence[SourceStatistics]) -> _TableColumn:
+    cells = [rule.cell(source) for source in sources]
+    if rule.total is not None and len(sources) > 1:
+        cells.append(rule.total(sources))
+    return _TableColumn(rule.title, rule.rank, cells)
 
 
 class SourceTotals:
@@ -128,10 +172,6 @@ class SourceTotals:
         self.tokens = sum(s.tokens for s in sources)
         self.supervised = sum(s.supervised for s in sources)
         self.learned_share = self.supervised / self.tokens if self.tokens else 0.0
-
-
-def _counts(values: list[int], several: bool) -> list[str]:
-    return [f"{value:,}" for value in [*values, *([sum(values)] if several else [])]]
 
 
 def _share(share: float) -> str:
@@ -163,15 +203,15 @@ def _print_source(source: SourceStatistics, console: Console) -> None:
 
 
 def sparkline(lengths: Sequence[int], width: int, ascii_only: bool = False) -> str:
-    """A histogram in one line; its axis is by doublings, and a bar that is not empty is never invisible."""
+    """Returns a histogram in one line over a logarithmic axis; bars that are not empty are always visible."""
     bars = coarse(lengths, width)
-    most = max((count for _, _, count in bars), default=0)
+    largest = max((count for _, _, count in bars), default=0)
     signs = _ASCII_BARS if ascii_only else _BARS
-    return "".join(signs[-(-count * len(signs) // most) - 1] if count else " " for _, _, count in bars)
+    return "".join(signs[-(-count * len(signs) // largest) - 1] if count else " " for _, _, count in bars)
 
 
-def _packing_line(bill: DataStatistics) -> str:
-    packing = bill.packing
+def _packing_line(statistics: DataStatistics) -> str:
+    packing = statistics.packing
     if not packing.on:
         return (
             f"no packing: {counted(packing.sequences, 'sequence', 'sequences')} of one document, of up to "
@@ -186,7 +226,7 @@ def _packing_line(bill: DataStatistics) -> str:
 
 
 def _print_fates(source: SourceStatistics, console: Console) -> None:
-    """The rows that did not go in as they are, by place."""
+    """Prints the rows that were dropped or changed, by place."""
     if not any(source.fates.values()):
         return
     console.print()
@@ -195,21 +235,23 @@ def _print_fates(source: SourceStatistics, console: Console) -> None:
     if source.fates_file is None:
         return
     rows = read_fates(source.fates_file, LISTED, source.fates)
-    left, listed = LISTED, 0
+    remaining = LISTED
+    listed = 0
     for index, (fate, places) in enumerate(rows.items()):
         # Every fate gets its part of the room, so that one that is frequent does not hide the others.
-        for where, reason in places[: max(1, left // (len(rows) - index))]:
-            why = f" ({clipped(one_line(reason))})" if reason else ""
-            _print(console, f"  {one_line(fate)}: {one_line(where)}{why}")
-            left, listed = left - 1, listed + 1
-    more = sum(source.fates.values()) - listed
-    begin = f"and {more:,} more; all of them" if more > 0 else "also"
-    _print(console, f"  {begin} in {one_line(source.fates_file)}", "dim")
+        for where, reason in places[: max(1, remaining // (len(rows) - index))]:
+            explanation = f" ({clipped(one_line(reason))})" if reason else ""
+            _print(console, f"  {one_line(fate)}: {one_line(where)}{explanation}")
+            remaining = remaining - 1
+            listed = listed + 1
+    unlisted = sum(source.fates.values()) - listed
+    prefix = f"and {unlisted:,} more; all of them" if unlisted > 0 else "also"
+    _print(console, f"  {prefix} in {one_line(source.fates_file)}", "dim")
 
 
-def clipped(text: str, most: int = _MOST_REASON) -> str:
-    """A reason that quotes a row may be as long as the row."""
-    return text if len(text) <= most else f"{text[: most - 1]}…"
+def clipped(text: str, limit: int = _MOST_REASON) -> str:
+    """Shortens a reason, which may quote a whole row."""
+    return text if len(text) <= limit else f"{text[: limit - 1]}…"
 
 
 def _print(console: Console, text: str, style: str = "") -> None:

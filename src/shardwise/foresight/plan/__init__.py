@@ -1,1 +1,1 @@
-"""The planner: what hardware can do, what a run needs of it, and which division of the run is the best."""
+"""The planner: hardware specifications, memory and time estimates of a run, and the search for the best strategy."""

@@ -23,7 +23,7 @@ from shardwise.config.units import human, parse_number
 from shardwise.core.errors import UserError
 from shardwise.core.hardware.specs import Cluster, cluster_of, this_machine
 from shardwise.foresight.plan.estimate import Estimate, estimate
-from shardwise.foresight.plan.explain import guidelines, headline, long_time, money, reasons, told
+from shardwise.foresight.plan.explain import describe, guidelines, headline, long_time, money, reasons
 from shardwise.foresight.plan.models import find_config, hub_name
 from shardwise.foresight.plan.result import as_dict, estimate_dict
 from shardwise.foresight.plan.search import BUDGET, Plan, search
@@ -39,7 +39,7 @@ ADAPTERS = ("lora", "qlora")  # tried where full fine-tuning does not fit and no
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """What the command line said."""
+    """Options of the `shardwise plan` command line."""
 
     what: str
     overrides: list[str]
@@ -54,22 +54,22 @@ class PlanOptions:
     thorough: bool
 
 
-def run_plan(asked: PlanOptions, write: Path | None, html: Path | None, as_json: bool) -> int:
-    """Plans and prints; 0 if something fits, else 1."""
+def run_plan(options: PlanOptions, write: Path | None, html: Path | None, as_json: bool) -> int:
+    """Plans and prints the result. Returns 0 if a strategy fits, otherwise 1."""
     console = Console(highlight=False, stderr=as_json)
-    _check(asked, write, html)
-    cluster = _cluster(asked)
-    loaded, is_file = _loaded(asked)
-    spread = next((word for word in asked.overrides if word.startswith("parallel")), None)
-    if spread is not None and not is_file:
+    _check(options, write, html)
+    cluster = _cluster(options)
+    loaded, is_file = _loaded(options)
+    parallel_override = next((word for word in options.overrides if word.startswith("parallel")), None)
+    if parallel_override is not None and not is_file:
         problem = "how a model is spread is what is planned; of a RUN.yaml, what is written is compared with it"
-        raise UserError("override", spread, problem, "leave it out, or write it into a RUN.yaml")
+        raise UserError("override", parallel_override, problem, "leave it out, or write it into a RUN.yaml")
     values = loaded.run.model_dump(exclude_unset=True)
-    tokens = _tokens(asked.tokens)
-    budget = THOROUGH if asked.thorough else BUDGET
+    tokens = _tokens(options.tokens)
+    budget = THOROUGH if options.thorough else BUDGET
     plans: list[Plan] = []
     with console.status("") as status:
-        methods = _methods(asked, values, is_file)
+        methods = _methods(options, values, is_file)
         for method in methods:
             run, source = _resolved(values, method, cluster)
             plans.append(search(source, run, cluster, status.update, budget, last_resort=len(methods) == 1))
@@ -83,11 +83,11 @@ def run_plan(asked: PlanOptions, write: Path | None, html: Path | None, as_json:
         written = _as_written(loaded, cluster, status.update) if is_file else None
     chosen = next((p for p in reversed(plans) if p.best is not None), plans[-1])
     if as_json:
-        told_of = estimate_dict(written, tokens) if isinstance(written, Estimate) else written
-        print(json.dumps(as_dict(chosen, tokens) | {"as_written": told_of}, indent=1))
+        as_written_json = estimate_dict(written, tokens) if isinstance(written, Estimate) else written
+        print(json.dumps(as_dict(chosen, tokens) | {"as_written": as_written_json}, indent=1))
     else:
         if written is not None:
-            console.print(f"as written: {_written(written)}")
+            console.print(f"as written: {_written_line(written)}")
         for plan in plans:
             show(plan, console, tokens, short=plan is not chosen)
     if html is not None:
@@ -102,17 +102,22 @@ def run_plan(asked: PlanOptions, write: Path | None, html: Path | None, as_json:
     return 0 if chosen.best is not None else 1
 
 
-def _check(asked: PlanOptions, write: Path | None, html: Path | None) -> None:
-    """Mistakes that need no search to be seen."""
-    for option, value in (("--price", asked.price), ("--memory", asked.memory)):
+def _check(options: PlanOptions, write: Path | None, html: Path | None) -> None:
+    """Rejects mistakes that can be found without a search."""
+    for option, value in (("--price", options.price), ("--memory", options.memory)):
         if value is not None and not (math.isfinite(value) and value > 0):
             raise UserError(option, value, "must be above 0", f"e.g. {option} {'2.5' if option == '--price' else '24'}")
-    for option, count in (("--nodes", asked.nodes), ("--gpus", asked.gpus)):
+    for option, count in (("--nodes", options.nodes), ("--gpus", options.gpus)):
         if count is not None and count < 1:
             raise UserError(option, count, "there must be at least one", f"e.g. {option} 8")
-    if asked.method is not None and asked.method not in METHODS:
-        near = difflib.get_close_matches(asked.method, METHODS, n=1)
-        raise UserError("--method", asked.method, "is not known", f"use {near[0] if near else ', '.join(METHODS)}")
+    if options.method is not None and options.method not in METHODS:
+        close_matches = difflib.get_close_matches(options.method, METHODS, n=1)
+        raise UserError(
+            "--method",
+            options.method,
+            "is not known",
+            f"use {close_matches[0] if close_matches else ', '.join(METHODS)}",
+        )
     if write is not None and write.exists():
         problem = "is a folder" if write.is_dir() else "is there already"
         raise UserError("--write", str(write), problem, "name a file that is not there yet, e.g. planned.yaml")
@@ -125,7 +130,7 @@ def _check(asked: PlanOptions, write: Path | None, html: Path | None) -> None:
 
 
 def _as_written(loaded: LoadedRun, cluster: Cluster, say: Callable[[str], None]) -> Estimate | str:
-    """What the run takes as it stands, or why it cannot be on this cluster."""
+    """Returns the estimate of the run as written, or why it cannot run on this cluster."""
     say("rehearsing the run as it is written")
     try:
         if loaded.run.left_open:
@@ -138,50 +143,51 @@ def _as_written(loaded: LoadedRun, cluster: Cluster, say: Callable[[str], None])
         return str(error)
 
 
-def _written(found: Estimate | str) -> str:
-    if isinstance(found, str):
-        return found
-    lacks = human(max(-found.spare, found.host - found.cluster.host_memory))
-    return headline(found) + ("" if found.fits else f": does not fit, {lacks} are missing")
+def _written_line(written: Estimate | str) -> str:
+    if isinstance(written, str):
+        return written
+    missing = human(max(-written.spare, written.host - written.cluster.host_memory))
+    return headline(written) + ("" if written.fits else f": does not fit, {missing} are missing")
 
 
-def _cluster(asked: PlanOptions) -> Cluster:
-    memory = None if asked.memory is None else int(asked.memory * 1e9)
-    if asked.gpu is None:
-        here = this_machine()
-        if here.device.kind == "cpu" and (asked.nodes > 1 or asked.gpus):
+def _cluster(options: PlanOptions) -> Cluster:
+    memory = None if options.memory is None else int(options.memory * 1e9)
+    if options.gpu is None:
+        local = this_machine()
+        if local.device.kind == "cpu" and (options.nodes > 1 or options.gpus):
             raise UserError(
                 "--gpu", None, "which GPU is meant is not known here", "add e.g. --gpu h100 or --gpu rtx-4090"
             )
-        if asked.nodes == 1 and not asked.gpus:
-            return here
-        return cluster_of(here.device.name, asked.nodes, asked.gpus, asked.network, asked.price, memory)
-    gpus = asked.gpus or (1 if asked.nodes == 1 else None)
-    return cluster_of(asked.gpu, asked.nodes, gpus, asked.network, asked.price, memory)
+        if options.nodes == 1 and not options.gpus:
+            return local
+        return cluster_of(local.device.name, options.nodes, options.gpus, options.network, options.price, memory)
+    gpus = options.gpus or (1 if options.nodes == 1 else None)
+    return cluster_of(options.gpu, options.nodes, gpus, options.network, options.price, memory)
 
 
-def _loaded(asked: PlanOptions) -> tuple[LoadedRun, bool]:
-    """The run, and whether it is a file's; of a model that is only named, one of its own."""
-    path = Path(asked.what)
+def _loaded(options: PlanOptions) -> tuple[LoadedRun, bool]:
+    """Returns the run, and whether it comes from a file; a bare model name gets a default run."""
+    path = Path(options.what)
     if path.suffix in (".yaml", ".yml"):
-        return load_run(path, asked.overrides), True
-    return load_run({"model": {"name": asked.what}, "data": {"train": "data.jsonl"}}, asked.overrides), False
+        return load_run(path, options.overrides), True
+    return load_run({"model": {"name": options.what}, "data": {"train": "data.jsonl"}}, options.overrides), False
 
 
-def _methods(asked: PlanOptions, values: dict[str, Any], is_file: bool) -> list[str | None]:
-    if asked.method is not None:
-        return [asked.method]
-    whole = "method" in values or "fp8" in values  # fp8 is for what is trained whole
-    return [None] if is_file or whole else [None, *ADAPTERS]
+def _methods(options: PlanOptions, values: dict[str, Any], is_file: bool) -> list[str | None]:
+    if options.method is not None:
+        return [options.method]
+    full_only = "method" in values or "fp8" in values  # fp8 is for what is trained whole
+    return [None] if is_file or full_only else [None, *ADAPTERS]
 
 
 def _resolved(values: dict[str, Any], method: str | None, cluster: Cluster) -> tuple[Run, ModelSource]:
-    """The run for this cluster, before any strategy; of a model that is only named, with usual sizes."""
+    """Returns the run resolved for this cluster, before any strategy; a bare model name gets common sizes."""
     values = json.loads(json.dumps(values, default=str))
     if method is not None:
         values["method"] = {"type": method}
     source = find_config(Model.model_validate(values["model"]), task_wanted(Run.model_validate(values)))
-    data, train = values.setdefault("data", {}), values.setdefault("train", {})
+    data = values.setdefault("data", {})
+    train = values.setdefault("train", {})
     text = source.config.get_text_config()
     limit = getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", None) or LENGTH
     limit = 512 if source.config.is_encoder_decoder else limit
@@ -211,17 +217,18 @@ def _tokens(text: str | None) -> float | None:
         return None
     scale = {"k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
     try:
-        found = float(text[:-1]) * scale[text[-1].lower()] if text[-1].lower() in scale else float(parse_number(text))
-        if not (math.isfinite(found) and found > 0):
+        count = float(text[:-1]) * scale[text[-1].lower()] if text[-1].lower() in scale else float(parse_number(text))
+        if not (math.isfinite(count) and count > 0):
             raise ValueError
-        return found
+        return count
     except (ValueError, IndexError):
         raise UserError("--tokens", text, "is no number of tokens", "write e.g. 500M or 15T") from None
 
 
 def show(plan: Plan, console: Console, tokens: float | None, short: bool = False) -> None:
-    """Tables and sentences."""
-    cluster, run = plan.cluster, plan.run
+    """Prints a plan: headline, reasons, table and rules of thumb."""
+    cluster = plan.cluster
+    run = plan.run
     sizes = plan.quick.of.sizes if plan.quick is not None else None
     count = f"{(sizes.block * sizes.layers + sizes.rest) / 1e9:.2f}B parameters" if sizes else ""
     console.print(
@@ -230,19 +237,19 @@ def show(plan: Plan, console: Console, tokens: float | None, short: bool = False
     )
     if plan.best is None or short:
         for line in (
-            reasons(plan) if plan.best is None else [f"{told(plan.best.strategy)}: {headline(plan.best.estimate)}"]
+            reasons(plan) if plan.best is None else [f"{describe(plan.best.strategy)}: {headline(plan.best.estimate)}"]
         ):
             console.print(f"  {line}")
         return
-    console.print(f"[bold green]{told(plan.best.strategy)}[/bold green]: {headline(plan.best.estimate)}")
+    console.print(f"[bold green]{describe(plan.best.strategy)}[/bold green]: {headline(plan.best.estimate)}")
     if tokens:
-        console.print(f"  {_whole(plan, tokens)}")
+        console.print(f"  {_total_line(plan, tokens)}")
     console.print()
     for line in reasons(plan):
         console.print(f"  • {line}")
     console.print(_table(plan, tokens))
-    for rule, here, agrees in guidelines(plan):
-        console.print(f"  [{'green' if agrees else 'yellow'}]{'✓' if agrees else '≠'}[/] {rule}: {here}")
+    for rule, observed, agrees in guidelines(plan):
+        console.print(f"  [{'green' if agrees else 'yellow'}]{'✓' if agrees else '≠'}[/] {rule}: {observed}")
     console.print(
         f"  [dim]{plan.considered:,} strategies looked at, "
         f"{len(plan.options) + len(plan.too_large)} of them rehearsed in part; ≈ is a rough score; tokens/s per device;"
@@ -250,10 +257,11 @@ def show(plan: Plan, console: Console, tokens: float | None, short: bool = False
     )
 
 
-def _whole(plan: Plan, tokens: float) -> str:
+def _total_line(plan: Plan, tokens: float) -> str:
     assert plan.best is not None
-    found = plan.best.estimate
-    hours, cost = found.hours(tokens), found.cost(tokens)
+    best = plan.best.estimate
+    hours = best.hours(tokens)
+    cost = best.cost(tokens)
     price = f", {money(cost)} USD at {plan.cluster.price:g} per device and hour" if cost is not None else ""
     return f"{tokens:,.0f} tokens take {long_time(hours)}{price}"
 
@@ -267,42 +275,61 @@ def _table(plan: Plan, tokens: float | None) -> Table:
             title, justify="left" if title in ("strategy", "again") else "right", no_wrap=title != "strategy"
         )
     for option in (*plan.options, *plan.too_large):
-        s, found = option.strategy, option.estimate
-        waits = found.time.data_axis + found.time.model_axes + found.time.bubble + found.time.offload
-        size = human(found.peak) if found.fits else f"[red]✗ {human(found.peak)}[/red]"
-        row = [s.name(), str(s.micro), "full" if s.recompute else "none", f"{found.time.seconds:.2f} s",
-               f"{found.rate:,.0f}", f"{found.mfu:.0%}", size, f"{waits / found.time.seconds:.0%}"]  # fmt: skip
-        if tokens and (cost := found.cost(tokens)) is not None:
+        strategy = option.strategy
+        estimate = option.estimate
+        waits = estimate.time.data_axis + estimate.time.model_axes + estimate.time.bubble + estimate.time.offload
+        size = human(estimate.peak) if estimate.fits else f"[red]✗ {human(estimate.peak)}[/red]"
+        row = [
+            strategy.name(),
+            str(strategy.micro),
+            "full" if strategy.recompute else "none",
+            f"{estimate.time.seconds:.2f} s",
+            f"{estimate.rate:,.0f}",
+            f"{estimate.mfu:.0%}",
+            size,
+            f"{waits / estimate.time.seconds:.0%}",
+        ]
+        if tokens and (cost := estimate.cost(tokens)) is not None:
             row.append(money(cost))
         table.add_row(*row)
     quick = plan.quick
     assert quick is not None
-    for s in plan.rough:
-        spent, size = plan.scale[0] * quick.seconds(s), human(plan.scale[1] * quick.memory(s))
-        rate = plan.run.train.batch_size * plan.run.data.sequence_length / spent / plan.cluster.ranks
-        again = "full" if s.recompute else "none"
-        row = [s.name(), str(s.micro), again, f"≈ {spent:.2f} s", f"≈ {rate:,.0f}", "", f"≈ {size}", ""]  # fmt: skip
+    for strategy in plan.rough:
+        step_seconds = plan.scale[0] * quick.seconds(strategy)
+        size = human(plan.scale[1] * quick.memory(strategy))
+        rate = plan.run.train.batch_size * plan.run.data.sequence_length / step_seconds / plan.cluster.ranks
+        recompute_mode = "full" if strategy.recompute else "none"
+        row = [
+            strategy.name(),
+            str(strategy.micro),
+            recompute_mode,
+            f"≈ {step_seconds:.2f} s",
+            f"≈ {rate:,.0f}",
+            "",
+            f"≈ {size}",
+            "",
+        ]
         table.add_row(*row, style="dim")
     return table
 
 
 def run_yaml(plan: Plan, values: dict[str, Any], is_file: bool) -> str:
-    """The RUN.yaml that does it; what the user's own file says is kept."""
+    """Returns a RUN.yaml with the best strategy; settings of the user's own file are preserved."""
     assert plan.best is not None
-    made: dict[str, Any] = json.loads(json.dumps(values, default=str))
+    document: dict[str, Any] = json.loads(json.dumps(values, default=str))
     if not is_file:
-        made["model"] = hub_name(plan.source.label)
-        made["data"] |= {"sequence_length": plan.run.data.sequence_length}
-    elif list(made.get("model", {})) == ["name"]:
-        made["model"] = made["model"]["name"]
+        document["model"] = hub_name(plan.source.label)
+        document["data"] |= {"sequence_length": plan.run.data.sequence_length}
+    elif list(document.get("model", {})) == ["name"]:
+        document["model"] = document["model"]["name"]
     if plan.run.method.type != "full" and "method" not in values:
-        made["method"] = plan.run.method.type
-    made.setdefault("train", {})["batch_size"] = plan.run.train.batch_size
+        document["method"] = plan.run.method.type
+    document.setdefault("train", {})["batch_size"] = plan.run.train.batch_size
     for name in ("parallel", "offload", "recompute", "ranks"):
-        made.pop(name, None)
+        document.pop(name, None)
     for path, value in plan.best.strategy.settings().items():
-        place(made, path, value)
-    words = "\n".join(f"# {line}" for line in [headline(plan.best.estimate), *reasons(plan)])
+        place(document, path, value)
+    comments = "\n".join(f"# {line}" for line in [headline(plan.best.estimate), *reasons(plan)])
     cluster = plan.cluster
     head = f"# Planned for {cluster.nodes} × {cluster.per_node} × {cluster.device.name}."
-    return f"{head}\n{words}\n{yaml.safe_dump(made, sort_keys=False, allow_unicode=True, width=120)}"
+    return f"{head}\n{comments}\n{yaml.safe_dump(document, sort_keys=False, allow_unicode=True, width=120)}"

@@ -1,7 +1,7 @@
-"""What a run would take of a cluster: memory by category, on the device, the host and the disk; time; money.
+"""Estimates what a run needs of a cluster: memory by category on device, host and disk; step time; cost.
 
-Memory and work come from a sketch (sketch.py): the real code, rehearsed. Put together here is what a sketch leaves out:
-the stages of a pipeline, the batch as a whole, and the price.
+Memory and work come from a sketch (sketch.py): the real code, rehearsed. This module adds what a sketch does not cover:
+pipeline stages, the number of micro-batches, and the price.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Sketcher = Callable[[ModelSource, Run, int], Sketched]
 
 @dataclass(frozen=True)
 class Estimate:
-    """One way to run it, and what it takes."""
+    """A resolved run on a cluster, with its predicted memory, step time and cost."""
 
     run: Run
     cluster: Cluster
@@ -47,21 +47,22 @@ class Estimate:
 
     @property
     def peak(self) -> float:
-        """Bytes of the device."""
+        """Peak bytes on the device."""
         return sum(self.memory.values())
 
     @property
     def spare(self) -> float:
-        """Bytes that are left on the device, a margin for fragments kept; below 0 it does not fit."""
+        """Free bytes on the device, less a margin for fragmentation; negative if the run does not fit."""
         return self.cluster.device.memory - self.peak * (1 + MARGIN)
 
     @property
     def fits(self) -> bool:
+        """Whether the run fits the memory of the device and of the host."""
         return self.spare >= 0 and self.host <= self.cluster.host_memory
 
     @property
     def tokens(self) -> int:
-        """Per step, over all ranks."""
+        """Tokens per step, over all ranks."""
         return self.run.train.batch_size * self.run.data.sequence_length
 
     @property
@@ -71,17 +72,17 @@ class Estimate:
 
     @property
     def mfu(self) -> float:
-        """Share of the devices' peak that the model's own arithmetic takes up."""
+        """Model FLOPs utilisation: the share of the devices' peak that the model's own arithmetic takes up."""
         precision = self.cluster.device.computes(self.run.precision if self.run.precision != "auto" else "bf16")
         peak = self.cluster.device.peak[precision]
         return self.model_flops / self.time.seconds / (peak * self.cluster.ranks)
 
     def hours(self, tokens: float) -> float:
-        """To train on so many tokens."""
+        """Hours to train on this many tokens."""
         return tokens / (self.rate * self.cluster.ranks) / 3600
 
     def cost(self, tokens: float) -> float | None:
-        """In the currency of the price per device and hour."""
+        """Cost of training on this many tokens, in the currency of the price per device and hour."""
         price = self.cluster.price
         return None if price is None else self.hours(tokens) * price * self.cluster.ranks
 
@@ -89,7 +90,10 @@ class Estimate:
 def estimate(
     source: ModelSource, run: Run, cluster: Cluster, sketcher: Sketcher = sketch, fp8: bool = False
 ) -> Estimate:
-    """What a run takes that is resolved for the cluster's ranks; `fp8` is for linear layers, to compare with others."""
+    """Estimates a run that is resolved for the cluster's ranks.
+
+    `fp8` assumes linear layers in fp8, for comparisons.
+    """
     parallel = run.parallel
     stages = parallel.pipeline
     flat = without_pipeline(run)
@@ -98,7 +102,9 @@ def estimate(
     count = max(1, run.train.batch_size // data_ranks(parallel, cluster.ranks) // micro)
     if stages == 1:
         tally = sketched.at()
-        memory, reserved, peak_at = dict(tally.at_peak), tally.reserved, tally.peak_at
+        memory = dict(tally.at_peak)
+        reserved = tally.reserved
+        peak_at = tally.peak_at
         time = step_time(tally, flat, cluster, count, fp8)
     else:
         memory, reserved, peak_at = _stage_memory(sketched, run, count)
@@ -107,37 +113,42 @@ def estimate(
     if cluster.device.kind != "cpu":
         memory["workspace"] = memory.get("workspace", 0.0) + WORKSPACE
         reserved += WORKSPACE
-    host, disk = _elsewhere(tally, run, cluster)
+    host, disk = _host_and_disk(tally, run, cluster)
     return Estimate(
         run, cluster, memory, peak_at, reserved, host, disk, time, count, _model_flops(sketched, run, cluster, count),
     )  # fmt: skip
 
 
 def without_pipeline(run: Run) -> Run:
-    """What one stage's ranks do, as far as a sketch knows."""
+    """Returns the run of one stage's ranks, with the pipeline axis removed, as a sketch needs it."""
     if run.parallel.pipeline == 1:
         return run
     values = run.model_dump()
-    values["parallel"] |= {"pipeline": 1, "schedule": "1f1b", "chunks": None}
+    values["parallel"] |= {"pipeline": 1, "pipeline_schedule": "1f1b", "virtual_stages": None}
     return Run.model_validate(values)
 
 
 def in_flight(run: Run, count: int) -> float:
-    """Micro-batches whose activations the first stage holds at once; a part of its blocks counts as a part."""
-    stages, schedule = run.parallel.pipeline, run.parallel.schedule
+    """Micro-batches whose activations the first stage holds at once.
+
+    Fractional where it holds those of some of its blocks only.
+    """
+    stages = run.parallel.pipeline
+    schedule = run.parallel.pipeline_schedule
     if schedule == "gpipe":
         return count
     if schedule == "interleaved":
-        chunks = run.parallel.chunks or 2
+        chunks = run.parallel.virtual_stages or 2
         return min(count, stages + (stages - 1) / chunks)
     return 1.0 if schedule == "naive" else float(min(count, stages))
 
 
 def _stage_memory(sketched: Sketched, run: Run, count: int) -> tuple[dict[str, float], float, str]:
-    """The worst of the first stage (most micro-batches under way) and the last (loss and head)."""
+    """The worse of the first stage (most micro-batches in flight) and the last (head and loss)."""
     layers = math.ceil(sketched.layers / run.parallel.pipeline)
-    stage, bare = sketched.at(layers), sketched.at(0)
-    kept = max(0.0, stage.activations - bare.activations)
+    stage = sketched.at(layers)
+    bare = sketched.at(0)
+    per_micro_batch = max(0.0, stage.activations - bare.activations)
     worst: dict[str, float] = {}
     where = ""
     for first in (True, False):
@@ -145,44 +156,52 @@ def _stage_memory(sketched: Sketched, run: Run, count: int) -> tuple[dict[str, f
         for name in ("parameters", "optimizer", "gradients"):  # of embedding and head, a stage has one at most
             memory[name] = max(0.0, memory.get(name, 0.0) - bare.at_peak.get(name, 0.0) / 2)
         under_way = in_flight(run, count) - 1 if first else 0.0
-        memory["activations"] = memory.get("activations", 0.0) + under_way * kept
+        memory["activations"] = memory.get("activations", 0.0) + under_way * per_micro_batch
         if first:
             memory["logits and loss"] = 0.0
         if sum(memory.values()) > sum(worst.values()):
-            worst, where = memory, f"{'first' if first else 'last'} stage, {stage.peak_at}"
+            worst = memory
+            where = f"{'first' if first else 'last'} stage, {stage.peak_at}"
     return worst, sum(worst.values()) + max(0.0, stage.reserved - stage.peak), where
 
 
 def _pipelined(sketched: Sketched, run: Run, flat: Run, cluster: Cluster, count: int, fp8: bool) -> StepTime:
-    """Stages of blocks that are alike; embedding, head and loss are spread by moving blocks between stages."""
-    stages, whole = run.parallel.pipeline, sketched.layers
-    stage = replace(cluster, nodes=max(1, cluster.nodes // stages)) if cluster.nodes >= stages else cluster
-    layers = math.ceil(whole / stages)
-    one = step_time(sketched.at(layers), flat, stage, count, fp8)
-    rest = step_time(sketched.at(0), flat, stage, count, fp8)
-    share = 1 - 1 / stages  # of what is not in blocks, the other stages' part
-    even = (whole / stages) / layers  # a stage with the most blocks sets the pace; the mean is below it by this
-    forward, backward = one.forward - share * rest.forward, one.backward - share * rest.backward
-    axes = one.model_axes - share * rest.model_axes
-    waiting = one.waiting - share * rest.waiting
-    message = int(run.train.micro_batch_size) * run.data.sequence_length * sketched.width * 2
-    message //= run.parallel.tensor * run.parallel.context
-    near = 2 if cluster.nodes < stages else 1
-    passes = (run.parallel.chunks or 2) if run.parallel.schedule in ("interleaved", "zbv") else 1
-    sent = 2 * passes * count * wire_seconds("send", message, 2, near, cluster)
-    each = (forward + backward + axes + waiting + sent) / count
-    chunks = {"interleaved": run.parallel.chunks or 2, "zbv": 3}.get(run.parallel.schedule, 1)
-    idle = stages - 1 if run.parallel.schedule != "naive" else (stages - 1) * count
-    bubble = idle * each / chunks
+    """Step time of equal stages; embedding, head and loss are balanced by moving blocks between stages."""
+    stages = run.parallel.pipeline
+    total_layers = sketched.layers
+    stage_cluster = replace(cluster, nodes=max(1, cluster.nodes // stages)) if cluster.nodes >= stages else cluster
+    layers = math.ceil(total_layers / stages)
+    stage_time = step_time(sketched.at(layers), flat, stage_cluster, count, fp8)
+    outside_blocks = step_time(sketched.at(0), flat, stage_cluster, count, fp8)
+    other_stages = 1 - 1 / stages  # of what is not in blocks, the other stages' part
+    # a stage with the most blocks sets the pace; the mean is below it by this
+    mean_to_largest = (total_layers / stages) / layers
+    forward = stage_time.forward - other_stages * outside_blocks.forward
+    backward = stage_time.backward - other_stages * outside_blocks.backward
+    axes = stage_time.model_axes - other_stages * outside_blocks.model_axes
+    waiting = stage_time.waiting - other_stages * outside_blocks.waiting
+    message_bytes = int(run.train.micro_batch_size) * run.data.sequence_length * sketched.width * 2
+    message_bytes //= run.parallel.tensor * run.parallel.context
+    ranks_per_node = 2 if cluster.nodes < stages else 1
+    passes = (run.parallel.virtual_stages or 2) if run.parallel.pipeline_schedule in ("interleaved", "zbv") else 1
+    send_seconds = 2 * passes * count * wire_seconds("send", message_bytes, 2, ranks_per_node, cluster)
+    micro_batch_seconds = (forward + backward + axes + waiting + send_seconds) / count
+    chunks = {"interleaved": run.parallel.virtual_stages or 2, "zbv": 3}.get(run.parallel.pipeline_schedule, 1)
+    idle = stages - 1 if run.parallel.pipeline_schedule != "naive" else (stages - 1) * count
+    bubble = idle * micro_batch_seconds / chunks
     return replace(
-        one, forward=forward * even, backward=backward * even, waiting=waiting * even, model_axes=axes * even + sent,
-        bubble=bubble + (1 - even) * (forward + backward + axes + waiting),
-        wire=one.wire | {"pipeline": 2.0 * passes * count * message},
-    )  # fmt: skip
+        stage_time,
+        forward=forward * mean_to_largest,
+        backward=backward * mean_to_largest,
+        waiting=waiting * mean_to_largest,
+        model_axes=axes * mean_to_largest + send_seconds,
+        bubble=bubble + (1 - mean_to_largest) * (forward + backward + axes + waiting),
+        wire=stage_time.wire | {"pipeline": 2.0 * passes * count * message_bytes},
+    )
 
 
-def _elsewhere(tally: Tally, run: Run, cluster: Cluster) -> tuple[float, float]:
-    """Bytes per node in the host's memory and on its disk."""
+def _host_and_disk(tally: Tally, run: Run, cluster: Cluster) -> tuple[float, float]:
+    """Bytes per node in host memory and on disk."""
     layout = layout_of(run.parallel, cluster.ranks)
     shard = max(1, layout.shard)
     trained = int(tally.trained * (shard if run.parallel.zero else 1))
@@ -199,18 +218,19 @@ def _elsewhere(tally: Tally, run: Run, cluster: Cluster) -> tuple[float, float]:
 
 
 def _model_flops(sketched: Sketched, run: Run, cluster: Cluster, count: int) -> float:
-    """All arithmetic of a step but what is computed again."""
-    whole, bare = sketched.at(), sketched.at(0)
-    done = sum(work.flops * times for work, times in whole.work.items())
+    """FLOPs of a step without recomputation."""
+    full = sketched.at()
+    bare = sketched.at(0)
+    per_micro_batch = sum(work.flops * times for work, times in full.work.items())
     if run.recompute == "full":
         share = min(1.0, (run.recompute_blocks or sketched.layers) / sketched.layers)
-        done -= share * (_forward(whole, run) - _forward(bare, run))
-    once = sum(work.flops * times for work, times in whole.work_once.items())
-    return (done * count + once) * (cluster.ranks // run.parallel.pipeline)
+        per_micro_batch -= share * (_forward(full, run) - _forward(bare, run))
+    once = sum(work.flops * times for work, times in full.work_once.items())
+    return (per_micro_batch * count + once) * (cluster.ranks // run.parallel.pipeline)
 
 
 def _forward(tally: Tally, run: Run) -> float:
-    """Of what is computed again where blocks are."""
-    kept = () if run.recompute_attention else ("long_attention",)
-    found = tally.work.items()
-    return sum(work.flops * n for work, n in found if work.phase == "forward" and work.operator not in kept)
+    """Forward FLOPs that are recomputed in recomputed blocks."""
+    saved = () if run.recompute_attention else ("long_attention",)
+    work_items = tally.work.items()
+    return sum(work.flops * n for work, n in work_items if work.phase == "forward" and work.operator not in saved)

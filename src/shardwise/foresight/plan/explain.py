@@ -1,4 +1,4 @@
-"""Why a plan is what it is, in sentences with their numbers; and what the field's rules of thumb say of it."""
+"""Explains a plan in sentences with numbers, and compares it with the field's rules of thumb."""
 
 from __future__ import annotations
 
@@ -16,99 +16,108 @@ SLOW_LINK = 20e9  # bytes/s per device between nodes, below which they count as 
 
 
 def reasons(plan: Plan) -> list[str]:
-    """One sentence for each choice of the best option, and one for the next best."""
+    """Returns one sentence for each choice of the best option, and one for the runner-up."""
     if plan.best is None or plan.quick is None:
         return list(_nothing_fits(plan))
     return [*_choices(plan, plan.best, plan.quick), *_alternatives(plan)]
 
 
 def _choices(plan: Plan, best: Option, quick: Quick) -> Iterator[str]:
-    s, found, cluster = best.strategy, best.estimate, plan.cluster
-    device = cluster.device.memory
+    chosen = best.strategy
+    estimate = best.estimate
+    cluster = plan.cluster
+    device_memory = cluster.device.memory
     if cluster.ranks > 1:
-        yield _why_stage(s, quick, cluster)
-    if s.tensor > 1:
-        without = _without("tensor", plan, quick, replace(s, tensor=1))
-        inner = f"tensor {s.tensor} stays within a node ({per_second(cluster.within.bandwidth)} each)"
-        spent = found.time.model_axes
-        yield f"{inner} and costs {spent:.2g} s of a step; without it: {without}."
-    if s.pipeline > 1:
-        idle = found.time.bubble / found.time.seconds
-        without = _without("pipeline", plan, quick, replace(s, pipeline=1, interleaved=False))
-        yield f"pipeline {s.pipeline} leaves devices idle {idle:.0%} of a step; without it: {without}."
-    if s.context > 1:
+        yield _why_stage(chosen, quick, cluster)
+    if chosen.tensor > 1:
+        without = _without("tensor", plan, quick, replace(chosen, tensor=1))
+        where_tensor = f"tensor {chosen.tensor} stays within a node ({per_second(cluster.within.bandwidth)} each)"
+        spent = estimate.time.model_axes
+        yield f"{where_tensor} and costs {spent:.2g} s of a step; without it: {without}."
+    if chosen.pipeline > 1:
+        idle = estimate.time.bubble / estimate.time.seconds
+        without = _without("pipeline", plan, quick, replace(chosen, pipeline=1, interleaved=False))
+        yield f"pipeline {chosen.pipeline} leaves devices idle {idle:.0%} of a step; without it: {without}."
+    if chosen.context > 1:
         yield (
-            f"context {s.context} divides {plan.run.data.sequence_length:,} tokens; without it: "
-            f"{_without('context', plan, quick, replace(s, context=1))}."
+            f"context {chosen.context} divides {plan.run.data.sequence_length:,} tokens; without it: "
+            f"{_without('context', plan, quick, replace(chosen, context=1))}."
         )
-    if s.expert > 1:
+    if chosen.expert > 1:
         size = quick.of.sizes.experts * quick.of.sizes.layers
-        yield f"expert {s.expert}: {size / 1e9:.0f}B of the parameters are experts'."
-    if s.secondary is not None:
-        first = bus_bandwidth(cluster.per_node, cluster.nodes, cluster.within, cluster.across)
-        near = per_second(cluster.within.bandwidth)
-        yield f"hpZ keeps later gathers within the node: {near} instead of {per_second(first)}."
-    if s.recompute:
-        size = quick.memory(replace(s, recompute=False))
-        yield f"recompute: full, because keeping all activations would take about {human(size)} of {human(device)}."
+        yield f"expert {chosen.expert}: {size / 1e9:.0f}B of the parameters are experts'."
+    if chosen.secondary is not None:
+        ring_bandwidth = bus_bandwidth(cluster.per_node, cluster.nodes, cluster.within, cluster.across)
+        node_bandwidth = per_second(cluster.within.bandwidth)
+        yield f"hpZ keeps later gathers within the node: {node_bandwidth} instead of {per_second(ring_bandwidth)}."
+    if chosen.recompute:
+        size = quick.memory(replace(chosen, recompute=False))
+        yield (
+            "recompute: full, because keeping all activations would take about "
+            f"{human(size)} of {human(device_memory)}."
+        )
     else:
-        yield f"nothing is computed again: {human(device - found.peak)} of {human(device)} stay free."
-    if s.offload != "none":
-        size = quick.memory(replace(s, offload="none", offload_parameters="none"))
-        where = "in the host's memory" if s.offload == "cpu" else "on disk"
+        yield f"nothing is computed again: {human(device_memory - estimate.peak)} of {human(device_memory)} stay free."
+    if chosen.offload != "none":
+        size = quick.memory(replace(chosen, offload="none", offload_parameters="none"))
+        where = "in the host's memory" if chosen.offload == "cpu" else "on disk"
         yield (
             f"the optimizer's states are {where} as the last resort: on the device it would take about "
-            f"{human(size)}; moving them costs {found.time.offload:.2g} s of each step."
+            f"{human(size)}; moving them costs {estimate.time.offload:.2g} s of each step."
         )
 
 
-def _why_stage(s: Strategy, quick: Quick, cluster: Cluster) -> str:
-    words = f"ZeRO-{s.zero}"
-    if s.zero == 0:
+def _why_stage(chosen: Strategy, quick: Quick, cluster: Cluster) -> str:
+    stage = f"ZeRO-{chosen.zero}"
+    if chosen.zero == 0:
         return "no ZeRO: states fit undivided, and nothing has to be gathered."
-    less = replace(s, zero=s.zero - 1, shard=s.shard if s.zero > 1 else None, secondary=None)
-    size = quick.memory(less)
-    lower = f"ZeRO-{s.zero - 1}" if s.zero > 1 else "without ZeRO it"
+    one_stage_lower = replace(
+        chosen, zero=chosen.zero - 1, shard=chosen.shard if chosen.zero > 1 else None, secondary=None
+    )
+    size = quick.memory(one_stage_lower)
+    lower = f"ZeRO-{chosen.zero - 1}" if chosen.zero > 1 else "without ZeRO it"
     if size > cluster.device.memory:
-        why = f"{lower} would take about {human(size)} of {human(cluster.device.memory)}"
+        comparison = f"{lower} would take about {human(size)} of {human(cluster.device.memory)}"
     else:
-        why = f"{lower} would fit too (about {human(size)}), at about {quick.seconds(less):.2f} s a step"
-    moved = ""
-    if s.zero == 3:
-        _, mine = quick.parameters(s)
-        passes = (3 if s.recompute else 2) * quick.gathered(s) + 4 * mine * quick.of.sizes.trained
-        total = passes * quick.count(s)
-        spread = quick.ranks(s)[1]
-        near = max(1, min(spread, cluster.per_node // s.tensor))
-        rate = bus_bandwidth(near, -(-spread // near), cluster.within, cluster.across)
+        comparison = (
+            f"{lower} would fit too (about {human(size)}), at about {quick.seconds(one_stage_lower):.2f} s a step"
+        )
+    traffic = ""
+    if chosen.zero == 3:
+        _, rank_parameters = quick.parameters(chosen)
+        passes = (3 if chosen.recompute else 2) * quick.gathered(chosen) + 4 * rank_parameters * quick.of.sizes.trained
+        total = passes * quick.count(chosen)
+        shard_ranks = quick.ranks(chosen)[1]
+        per_node = max(1, min(shard_ranks, cluster.per_node // chosen.tensor))
+        rate = bus_bandwidth(per_node, -(-shard_ranks // per_node), cluster.within, cluster.across)
         spent = f"{per_second(rate)} = {total / rate:.2g} s"
-        moved = f"; it moves {total / 1e9:,.0f} GB per step at {spent} beside the computation"
-    return f"{words}: {why}{moved}."
+        traffic = f"; it moves {total / 1e9:,.0f} GB per step at {spent} beside the computation"
+    return f"{stage}: {comparison}{traffic}."
 
 
-def _without(axis: str, plan: Plan, quick: Quick, s: Strategy) -> str:
-    """The best that was sketched without an axis; where none was, about what the same without it would take."""
-    others = [one for one in plan.options if getattr(one.strategy, axis) == 1]
+def _without(axis: str, plan: Plan, quick: Quick, strategy: Strategy) -> str:
+    """The best sketched strategy without an axis; if none was sketched, a rough score of this one without it."""
+    others = [option for option in plan.options if getattr(option.strategy, axis) == 1]
     if not others:
-        return _nearest(quick, s)
-    best = min(others, key=lambda one: one.estimate.time.seconds)
-    found = best.estimate
-    return f"{told(best.strategy)} with {found.time.seconds:.2f} s a step and {human(found.peak)}"
+        return _nearest(quick, strategy)
+    best = min(others, key=lambda option: option.estimate.time.seconds)
+    estimate = best.estimate
+    return f"{describe(best.strategy)} with {estimate.time.seconds:.2f} s a step and {human(estimate.peak)}"
 
 
-def _nearest(quick: Quick, s: Strategy) -> str:
-    """What a strategy would take, with the micro-batch and recomputation that suit it best."""
-    per_rank = quick.run.train.batch_size // max(1, quick.ranks(s)[0])
-    if per_rank < 1 or quick.run.train.batch_size % quick.ranks(s)[0]:
-        return f"a batch of {quick.run.train.batch_size} could not be divided among {quick.ranks(s)[0]} ranks"
-    several = [
-        replace(s, micro=micro, recompute=again)
-        for micro in (1, 2, 4, 8) if per_rank % micro == 0 for again in (False, True)
+def _nearest(quick: Quick, strategy: Strategy) -> str:
+    """What a strategy would take, with the best micro-batch and recomputation for it."""
+    per_rank = quick.run.train.batch_size // max(1, quick.ranks(strategy)[0])
+    if per_rank < 1 or quick.run.train.batch_size % quick.ranks(strategy)[0]:
+        return f"a batch of {quick.run.train.batch_size} could not be divided among {quick.ranks(strategy)[0]} ranks"
+    candidates = [
+        replace(strategy, micro=micro, recompute=recompute)
+        for micro in (1, 2, 4, 8) if per_rank % micro == 0 for recompute in (False, True)
     ]  # fmt: skip
-    fitting = [one for one in several if quick.memory(one) <= quick.cluster.device.memory]
+    fitting = [candidate for candidate in candidates if quick.memory(candidate) <= quick.cluster.device.memory]
     if not fitting:
-        least = min(quick.memory(one) for one in several)
-        return f"about {human(least)}, more than there is (all else as it is)"
+        smallest = min(quick.memory(candidate) for candidate in candidates)
+        return f"about {human(smallest)}, more than there is (all else as it is)"
     best = min(fitting, key=quick.seconds)
     return f"about {quick.seconds(best):.2f} s a step and {human(quick.memory(best))}"
 
@@ -117,58 +126,68 @@ def _alternatives(plan: Plan) -> Iterator[str]:
     best = plan.options[0]
     for other in plan.options[1:2]:
         slower = other.estimate.time.seconds / best.estimate.time.seconds - 1
-        less = best.estimate.peak - other.estimate.peak
-        size = f"{human(abs(less))} {'less' if less > 0 else 'more'} memory" if abs(less) > 2**20 else "the same memory"
-        how = f"{slower:.0%} slower" if slower > 0.005 else "as fast"
-        yield f"next best: {told(other.strategy)}: {how}, {size}."
+        memory_saved = best.estimate.peak - other.estimate.peak
+        size = (
+            f"{human(abs(memory_saved))} {'less' if memory_saved > 0 else 'more'} memory"
+            if abs(memory_saved) > 2**20
+            else "the same memory"
+        )
+        speed = f"{slower:.0%} slower" if slower > 0.005 else "as fast"
+        yield f"next best: {describe(other.strategy)}: {speed}, {size}."
 
 
-def told(s: Strategy, recompute: str | None = None) -> str:
-    """A strategy with its micro-batch, and how much is computed again where that is not all."""
-    again = recompute or ("full" if s.recompute else "none")
-    return f"{s.name()}, micro-batch {s.micro}{'' if again == 'none' else f', recompute {again}'}"
+def describe(strategy: Strategy, recompute: str | None = None) -> str:
+    """Returns the strategy's name with micro-batch and recomputation."""
+    mode = recompute or ("full" if strategy.recompute else "none")
+    return f"{strategy.name()}, micro-batch {strategy.micro}{'' if mode == 'none' else f', recompute {mode}'}"
 
 
 def _nothing_fits(plan: Plan) -> Iterator[str]:
     if plan.rough and plan.quick is not None and plan.rough[0].offload != "none":
-        s = plan.rough[0]
-        yield f"nothing fits without offloading; with it, {told(s)} takes ≈ {plan.quick.seconds(s):.0f} s a step."
+        strategy = plan.rough[0]
+        seconds = plan.quick.seconds(strategy)
+        yield f"nothing fits without offloading; with it, {describe(strategy)} takes ≈ {seconds:.0f} s a step."
         return
     yield f"none of {plan.considered:,} strategies fits on {plan.cluster.ranks} × {plan.cluster.device.name}."
-    near = min(plan.too_large, key=lambda option: -option.estimate.spare, default=None)
-    if near is not None:
-        found = near.estimate
-        lacking = -found.spare if found.spare < 0 else found.host - plan.cluster.host_memory
-        where = "the device's" if found.spare < 0 else "the host's"
-        yield f"the nearest, {told(near.strategy)}, lacks {human(lacking)} of {where} memory."
+    nearest = min(plan.too_large, key=lambda option: -option.estimate.spare, default=None)
+    if nearest is not None:
+        estimate = nearest.estimate
+        missing = -estimate.spare if estimate.spare < 0 else estimate.host - plan.cluster.host_memory
+        where = "the device's" if estimate.spare < 0 else "the host's"
+        yield f"the nearest, {describe(nearest.strategy)}, lacks {human(missing)} of {where} memory."
 
 
 def guidelines(plan: Plan) -> list[tuple[str, str, bool]]:
-    """Rules of thumb: what they say, what the plan does and its numbers, and whether the two agree."""
+    """Returns rules of thumb as (rule, what the plan does, whether they agree)."""
     if plan.best is None or plan.quick is None:
         return []
-    s, found, cluster, quick = plan.best.strategy, plan.best.estimate, plan.cluster, plan.quick
+    chosen = plan.best.strategy
+    estimate = plan.best.estimate
+    cluster = plan.cluster
+    quick = plan.quick
     rules: list[tuple[str, str, bool]] = []
     if cluster.nodes > 1:
-        thin = cluster.across.bandwidth < SLOW_LINK
-        near = s.shard is not None or s.secondary is not None or s.zero < 3
-        shown = found.time.data_axis / found.time.seconds
-        if thin:
+        slow_network = cluster.across.bandwidth < SLOW_LINK
+        shards_in_node = chosen.shard is not None or chosen.secondary is not None or chosen.zero < 3
+        exposed = estimate.time.data_axis / estimate.time.seconds
+        if slow_network:
             rule = "between thinly connected nodes, divide within a node (hybrid sharding or hpZ)"
-            how = "done" if near and (s.shard or s.secondary) else "not needed"
-            here = f"{how}: waiting for ZeRO's communication takes {shown:.0%} of a step"
-            rules.append((rule, here, near or shown < 0.1))
+            verdict = "done" if shards_in_node and (chosen.shard or chosen.secondary) else "not needed"
+            observed = f"{verdict}: waiting for ZeRO's communication takes {exposed:.0%} of a step"
+            rules.append((rule, observed, shards_in_node or exposed < 0.1))
         rule = "tensor parallelism within a node"
-        rules.append((rule, f"tensor {s.tensor} of {cluster.per_node} devices per node", s.tensor <= cluster.per_node))
-    if s.offload != "none":
+        rules.append(
+            (rule, f"tensor {chosen.tensor} of {cluster.per_node} devices per node", chosen.tensor <= cluster.per_node)
+        )
+    if chosen.offload != "none":
         rules.append(("offload only as the last resort", "nothing else fits", True))
-    if s.pipeline > 1:
-        count = found.micro_batches
+    if chosen.pipeline > 1:
+        count = estimate.micro_batches
         rule = "at least four micro-batches per pipeline stage"
-        idle = found.time.bubble / found.time.seconds
-        rules.append((rule, f"{count} for {s.pipeline} stages: {idle:.0%} idle", count >= 4 * s.pipeline))
-    if quick.of.sizes.block * quick.of.sizes.layers < 1e9 and s.tensor > 1:
-        rules.append(("small models need no tensor parallelism", f"tensor {s.tensor}", False))
+        idle = estimate.time.bubble / estimate.time.seconds
+        rules.append((rule, f"{count} for {chosen.pipeline} stages: {idle:.0%} idle", count >= 4 * chosen.pipeline))
+    if quick.of.sizes.block * quick.of.sizes.layers < 1e9 and chosen.tensor > 1:
+        rules.append(("small models need no tensor parallelism", f"tensor {chosen.tensor}", False))
     batch = plan.run.train.batch_size
     if batch >= 256 and plan.run.train.learning_rate <= 2e-5:
         rule = "scale the learning rate with the batch (by its square root with Adam)"
@@ -178,27 +197,27 @@ def guidelines(plan: Plan) -> list[tuple[str, str, bool]]:
 
 
 def per_second(rate: float) -> str:
-    """A link's bandwidth."""
+    """Formats a link's bandwidth in GB/s."""
     return f"{rate / 1e9:,.{0 if rate >= 1e10 else 1}f} GB/s"
 
 
 def long_time(hours: float) -> str:
-    """How long a whole training takes: 40 seconds, 12 minutes, 5.3 hours, 4.1 days."""
+    """Formats a training time: 40 seconds, 12 minutes, 5.3 hours, 4.1 days."""
     if hours < 1:
         return f"{hours * 3600:.0f} seconds" if hours * 60 < 2 else f"{hours * 60:.0f} minutes"
     return f"{hours:,.1f} hours" if hours < 72 else f"{hours / 24:,.1f} days"
 
 
 def money(cost: float) -> str:
-    """An amount, with hundredths where they matter."""
+    """Formats an amount, with cents below 100."""
     return f"{cost:,.0f}" if cost >= 100 else f"{cost:.2f}"
 
 
-def headline(found: Estimate) -> str:
-    """Time, rate, share of the peak and memory in a line."""
-    limit = human(found.cluster.device.memory)
+def headline(estimate: Estimate) -> str:
+    """Returns step time, throughput, MFU and memory in one line."""
+    limit = human(estimate.cluster.device.memory)
     return (
-        f"{found.time.seconds:.2f} s per step, {found.rate:,.0f} tokens/s per device "
-        f"({found.rate * found.cluster.ranks:,.0f} in all), {found.mfu:.0%} of the peak, "
-        f"{human(found.peak)} of {limit}{', blocks compiled' if found.run.compiled else ''}"
+        f"{estimate.time.seconds:.2f} s per step, {estimate.rate:,.0f} tokens/s per device "
+        f"({estimate.rate * estimate.cluster.ranks:,.0f} in all), {estimate.mfu:.0%} of the peak, "
+        f"{human(estimate.peak)} of {limit}{', blocks compiled' if estimate.run.compiled else ''}"
     )

@@ -1,4 +1,4 @@
-"""What each technique buys for this model on this cluster, by rough scores: one by one, and against the choice."""
+"""What each technique contributes for this model on this cluster, by rough scores."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shardwise.foresight.plan.strategies import applied, legal
 
 @dataclass(frozen=True)
 class Rung:
-    """A technique and the strategy that has it, or why there is none."""
+    """A technique with the strategy that uses it, or the reason why it cannot be used."""
 
     name: str
     strategy: Strategy
@@ -23,20 +23,24 @@ class Rung:
 
 
 def ladder(plan: Plan, chosen: Strategy) -> list[Rung]:
-    """From plain data parallelism to the chosen strategy, one technique at a time; what cannot be here is left out."""
-    spread = plan.cluster.ranks // (chosen.tensor * chosen.pipeline)
-    at = Strategy(0 if spread > 1 else chosen.zero)
-    rungs = [Rung("plain data parallel" if plan.cluster.ranks > 1 else "as it is", at)]
-    for name, changes in _techniques(chosen, at.zero):
-        at = replace(at, **changes)  # type: ignore[arg-type]
-        rungs.append(Rung(name, at))
-    return [rung for rung in (_checked(plan, rung) for rung in rungs) if rung.problem is None]
+    """Returns the steps from plain data parallelism to the chosen strategy, one technique at a time.
+
+    Techniques that cannot be used here are dropped.
+    """
+    shard_ranks = plan.cluster.ranks // (chosen.tensor * chosen.pipeline)
+    strategy = Strategy(0 if shard_ranks > 1 else chosen.zero)
+    rungs = [Rung("plain data parallel" if plan.cluster.ranks > 1 else "as it is", strategy)]
+    for name, changes in _techniques(chosen, strategy.zero):
+        strategy = replace(strategy, **changes)  # type: ignore[arg-type]
+        rungs.append(Rung(name, strategy))
+    checked = [_checked(plan, rung) for rung in rungs]
+    return [rung for rung in checked if rung.problem is None]
 
 
-def _techniques(chosen: Strategy, begin: int) -> Iterator[tuple[str, dict[str, object]]]:
-    what = {1: "optimizer", 2: "gradients", 3: "weights"}
-    for zero in range(begin + 1, chosen.zero + 1):
-        yield f"+ ZeRO-{zero}: {what[zero]} divided", {"zero": zero}
+def _techniques(chosen: Strategy, first: int) -> Iterator[tuple[str, dict[str, object]]]:
+    sharded = {1: "optimizer", 2: "gradients", 3: "weights"}
+    for zero in range(first + 1, chosen.zero + 1):
+        yield f"+ ZeRO-{zero}: {sharded[zero]} divided", {"zero": zero}
     if chosen.recompute:
         yield "+ recompute", {"recompute": True}
     for axis in ("tensor", "context", "expert", "pipeline"):
@@ -58,48 +62,54 @@ def _techniques(chosen: Strategy, begin: int) -> Iterator[tuple[str, dict[str, o
 
 
 def variants(plan: Plan, chosen: Strategy) -> list[Rung]:
-    """The chosen strategy with one thing changed; those that cannot be say why."""
+    """Returns the chosen strategy with one thing changed at a time; those that cannot run say why."""
     return [_checked(plan, rung) for rung in _variants(plan, chosen)]
 
 
-def _variants(plan: Plan, s: Strategy) -> Iterator[Rung]:
+def _variants(plan: Plan, chosen: Strategy) -> Iterator[Rung]:
     cluster = plan.cluster
-    yield Rung("recompute off" if s.recompute else "recompute full", replace(s, recompute=not s.recompute))
-    if cluster.ranks // (s.tensor * s.pipeline) > 1:
-        for zero in (z for z in range(4) if z != s.zero):
-            yield Rung(f"ZeRO-{zero}" if zero else "replicated (no ZeRO)", at_stage(s, zero))
-    yield Rung(f"micro-batch {s.micro * 2}", replace(s, micro=s.micro * 2))
-    if s.micro % 2 == 0:
-        yield Rung(f"micro-batch {s.micro // 2}", replace(s, micro=s.micro // 2))
+    yield Rung(
+        "recompute off" if chosen.recompute else "recompute full", replace(chosen, recompute=not chosen.recompute)
+    )
+    if cluster.ranks // (chosen.tensor * chosen.pipeline) > 1:
+        for zero in (z for z in range(4) if z != chosen.zero):
+            yield Rung(f"ZeRO-{zero}" if zero else "replicated (no ZeRO)", at_stage(chosen, zero))
+    yield Rung(f"micro-batch {chosen.micro * 2}", replace(chosen, micro=chosen.micro * 2))
+    if chosen.micro % 2 == 0:
+        yield Rung(f"micro-batch {chosen.micro // 2}", replace(chosen, micro=chosen.micro // 2))
     for tensor in (1, 2, 4, 8):
-        if tensor != s.tensor and tensor <= cluster.per_node:
-            plain = replace(s, shard=None, secondary=None)  # groups are of the ranks that tensor leaves
-            yield Rung(f"tensor {tensor}" if tensor > 1 else "without tensor", replace(plain, tensor=tensor))
-    near = cluster.per_node // s.tensor
-    if cluster.nodes > 1 and near > 1:
-        sharded = at_stage(s, max(2, s.zero))
-        if s.shard is None:
-            yield Rung(f"hybrid: groups of {near}", replace(sharded, shard=near, secondary=None))
+        if tensor != chosen.tensor and tensor <= cluster.per_node:
+            unsharded = replace(chosen, shard=None, secondary=None)  # groups are of the ranks that tensor leaves
+            yield Rung(f"tensor {tensor}" if tensor > 1 else "without tensor", replace(unsharded, tensor=tensor))
+    per_node = cluster.per_node // chosen.tensor
+    if cluster.nodes > 1 and per_node > 1:
+        sharded = at_stage(chosen, max(2, chosen.zero))
+        if chosen.shard is None:
+            yield Rung(f"hybrid: groups of {per_node}", replace(sharded, shard=per_node, secondary=None))
         else:
-            yield Rung("divided over all ranks", replace(s, shard=None))
-        if s.secondary is None:
-            yield Rung(f"hpZ {near}", replace(at_stage(s, 3), shard=None, secondary=near))
+            yield Rung("divided over all ranks", replace(chosen, shard=None))
+        if chosen.secondary is None:
+            yield Rung(f"hpZ {per_node}", replace(at_stage(chosen, 3), shard=None, secondary=per_node))
         else:
-            yield Rung("without hpZ", replace(s, secondary=None))
-    if s.offload == "none":
-        yield Rung("optimizer on cpu", replace(at_stage(s, max(2, s.zero)), offload="cpu"))
-        both = replace(at_stage(s, 3), offload="cpu", offload_parameters="cpu")
+            yield Rung("without hpZ", replace(chosen, secondary=None))
+    if chosen.offload == "none":
+        yield Rung("optimizer on cpu", replace(at_stage(chosen, max(2, chosen.zero)), offload="cpu"))
+        both = replace(at_stage(chosen, 3), offload="cpu", offload_parameters="cpu")
         yield Rung("optimizer and weights on cpu", both)
     else:
-        yield Rung("without offload", replace(s, offload="none", offload_parameters="none"))
+        yield Rung("without offload", replace(chosen, offload="none", offload_parameters="none"))
 
 
-def at_stage(s: Strategy, zero: int) -> Strategy:
-    """The strategy at another stage, without what that stage does not have."""
+def at_stage(strategy: Strategy, zero: int) -> Strategy:
+    """Returns the strategy at another ZeRO stage, without settings which that stage does not support."""
     return replace(
-        s, zero=zero, shard=s.shard if zero >= 2 else None, secondary=s.secondary if zero == 3 else None,
-        offload=s.offload if zero >= 2 else "none", offload_parameters=s.offload_parameters if zero == 3 else "none",
-    )  # fmt: skip
+        strategy,
+        zero=zero,
+        shard=strategy.shard if zero >= 2 else None,
+        secondary=strategy.secondary if zero == 3 else None,
+        offload=strategy.offload if zero >= 2 else "none",
+        offload_parameters=strategy.offload_parameters if zero == 3 else "none",
+    )
 
 
 def _checked(plan: Plan, rung: Rung) -> Rung:
@@ -107,20 +117,21 @@ def _checked(plan: Plan, rung: Rung) -> Rung:
     return replace(rung, problem=_problem(plan, plan.quick, rung.strategy))
 
 
-def _problem(plan: Plan, quick: Quick, s: Strategy) -> str | None:
-    ranks, batch = plan.cluster.ranks, plan.run.train.batch_size
-    if ranks % (s.tensor * s.context * s.pipeline):
+def _problem(plan: Plan, quick: Quick, strategy: Strategy) -> str | None:
+    ranks = plan.cluster.ranks
+    batch = plan.run.train.batch_size
+    if ranks % (strategy.tensor * strategy.context * strategy.pipeline):
         return f"{ranks} devices cannot be divided so"
-    data = quick.ranks(s)[0]
+    data = quick.ranks(strategy)[0]
     if batch % data:
         return f"a batch of {batch} cannot be divided among {data} ranks"
-    if (batch // data) % s.micro:
-        each = batch // data
-        return f"a rank has {each} sequence{'s' if each > 1 else ''} a step"
-    if s.pipeline > 1 and batch // data // s.micro < s.pipeline:
+    if (batch // data) % strategy.micro:
+        per_rank = batch // data
+        return f"a rank has {per_rank} sequence{'s' if per_rank > 1 else ''} a step"
+    if strategy.pipeline > 1 and batch // data // strategy.micro < strategy.pipeline:
         return "fewer micro-batches than stages"
     try:
-        found = legal(applied(plan.run, s), plan.source.config, ranks)
+        problem = legal(applied(plan.run, strategy), plan.source.config, ranks)
     except (UserError, ValidationError) as error:
-        found = str(error)
-    return None if found is None else found.strip().splitlines()[0]
+        problem = str(error)
+    return None if problem is None else problem.strip().splitlines()[0]

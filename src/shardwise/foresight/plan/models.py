@@ -1,4 +1,4 @@
-"""The config of a model that is planned for: by a name of `models.yaml`, a folder, or from the hub; no weights."""
+"""Configs of models to plan for: a name in `models.yaml`, a folder, or the hub. No weights are read."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from shardwise.nn.models.tasks import check_task, task_of
 
 
 def model_names() -> list[str]:
-    """The names that need no hub."""
+    """Returns the names in the catalogue, which need no access to the hub."""
     return list(_entries())
 
 
 def hub_name(name: str) -> str:
-    """What RUN.yaml should call a model of the catalogue."""
+    """Returns the hub id of a model in the catalogue, for RUN.yaml."""
     return str(_entries().get(name.lower(), {}).get("hub") or name)
 
 
 def find_config(model: Model, task: Task | None = None, say: Callable[[str], None] = lambda _: None) -> ModelSource:
-    """The model's class and sizes. Weights are neither read nor fetched, so the source cannot be trained from."""
+    """Returns the model's class and sizes. Weights are neither read nor downloaded, so it cannot be trained from."""
     name = model.name
     if name is None or name == EMBEDDED or name.endswith(".gguf"):
         return find_model(model, say, task)
-    if Path(name).expanduser().is_dir() or (key := _known(name)) is None:
+    if Path(name).expanduser().is_dir() or (key := _find_entry(name)) is None:
         config = _read(name, model) if "/" in name or Path(name).is_dir() else _unknown(name, "is no folder here")
     else:
         config = config_from(dict(_values(key)))
@@ -55,17 +55,21 @@ def _read(name: str, model: Model) -> Any:
             path if path.is_dir() else name, revision=model.revision, trust_remote_code=model.trust_remote_code
         )
     except Exception as error:
-        what = (
+        problem = (
             "the folder has no config.json that transformers knows" if path.is_dir() else "not to be had from the hub"
         )
-        return _unknown(name, f"{what} ({first_line(error)[:120]})")
+        return _unknown(name, f"{problem} ({first_line(error)[:120]})")
 
 
 def _unknown(name: str, problem: str) -> NoReturn:
-    near = difflib.get_close_matches(_plain(name), [_plain(n) for n in _entries()], n=2, cutoff=0.6)
-    known = [n for n in _entries() if _plain(n) in near]
-    some = ", ".join(list(_entries())[:8])
-    remedy = f"did you mean {' or '.join(known)}?" if known else f"give a folder, a hub id, or e.g. {some}, …"
+    close_matches = difflib.get_close_matches(_normalize(name), [_normalize(n) for n in _entries()], n=2, cutoff=0.6)
+    suggestions = [n for n in _entries() if _normalize(n) in close_matches]
+    examples = ", ".join(list(_entries())[:8])
+    remedy = (
+        f"did you mean {' or '.join(suggestions)}?"
+        if suggestions
+        else f"give a folder, a hub id, or e.g. {examples}, …"
+    )
     raise UserError("model", name, f"{problem}, and no name of the catalogue", remedy) from None
 
 
@@ -81,17 +85,17 @@ def _values(key: str) -> dict[str, Any]:
     return inherited | dict(entry.get("config") or {})
 
 
-def _known(name: str) -> str | None:
-    """The entry of a name as people write it: the catalogue's own, the hub's, with or without owner or -Instruct."""
-    wanted = _plain(name)
+def _find_entry(name: str) -> str | None:
+    """Finds the catalogue entry for a name as people write it: with or without owner or -Instruct."""
+    normalized = _normalize(name)
     for key, entry in _entries().items():
-        if wanted in (_plain(key), _plain(str(entry.get("hub") or ""))):
+        if normalized in (_normalize(key), _normalize(str(entry.get("hub") or ""))):
             return key
     return None
 
 
-def _plain(name: str) -> str:
-    short = name.lower().rpartition("/")[2]
+def _normalize(name: str) -> str:
+    normalized = name.lower().rpartition("/")[2]
     for ending in ("-instruct", "-it", "-chat", "-base", "-hf", "-v0.3", "-v0.1", "-instruct-v0.3", "-instruct-v0.1"):
-        short = short.removesuffix(ending)
-    return re.sub(r"[^a-z0-9.]", "", short.replace("metallama", "llama").replace("meta-llama", "llama"))
+        normalized = normalized.removesuffix(ending)
+    return re.sub(r"[^a-z0-9.]", "", normalized.replace("metallama", "llama").replace("meta-llama", "llama"))

@@ -1,6 +1,6 @@
-"""Memory over one step of a strategy, for a picture: a rehearsal of a few layers in a process of its own.
+"""Memory over one step of a strategy, for the report: a rehearsal of a few layers in a process of its own.
 
-Besides, which part of a block's computation is attention: that grows with the square of the sequence's length.
+Also the share of a block's computation that is attention, which grows with the square of the sequence length.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from shardwise.foresight.plan.quick import Quick, Strategy
 from shardwise.foresight.plan.time import kernel
 from shardwise.foresight.rehearse.ledger import MemoryLedger, ledger_of
 from shardwise.foresight.rehearse.step import rehearse
-from shardwise.foresight.rehearse.subprocess import apart
+from shardwise.foresight.rehearse.subprocess import run_isolated
 from shardwise.foresight.rehearse.tally import head_of
 from shardwise.nn.models.source import ModelSource
 from shardwise.nn.tiny.shrink import depths_of, first_layers
@@ -26,7 +26,7 @@ LAYERS = 4  # enough to see forward fill and backward empty the memory
 
 @dataclass(frozen=True)
 class Moments:
-    """Bytes by category along a step of so many micro-batches, where its phases begin, and attention's seconds."""
+    """Bytes by category along a step of `micro_batches`, where its phases begin, and seconds of attention."""
 
     curve: list[tuple[float, dict[str, int]]]
     phases: list[tuple[float, str]]
@@ -35,58 +35,71 @@ class Moments:
     attention: tuple[float, float]  # seconds of a layer and micro-batch, forward and backward
 
 
-def moments_of(source: ModelSource, found: Estimate) -> Moments | str:
-    """The step's course, or why there is none: a report is worth writing without it."""
+def moments_of(source: ModelSource, estimate: Estimate) -> Moments | str:
+    """Returns memory over the step, or the reason why it is unknown: the report is written without it then."""
     depths = depths_of(source.config)
-    whole = max(depths, default=1)
-    layers = LAYERS if len(depths) == 1 and whole > LAYERS else whole
-    flat, ranks = without_pipeline(found.run), found.cluster.ranks // found.run.parallel.pipeline
+    total_layers = max(depths, default=1)
+    layers = LAYERS if len(depths) == 1 and total_layers > LAYERS else total_layers
+    stage_run = without_pipeline(estimate.run)
+    ranks = estimate.cluster.ranks // estimate.run.parallel.pipeline
     try:
-        return apart(_rehearsed, source, flat, ranks, layers, whole, min(2, found.micro_batches), found.cluster.device)
+        return run_isolated(
+            _rehearsed,
+            source,
+            stage_run,
+            ranks,
+            layers,
+            total_layers,
+            min(2, estimate.micro_batches),
+            estimate.cluster.device,
+        )
     except (RunFailed, UserError) as error:
         return str(error).strip().splitlines()[-1]
 
 
 def _rehearsed(
-    source: ModelSource, run: Run, ranks: int, layers: int, whole: int, micro_batches: int, device: Device
+    source: ModelSource, run: Run, ranks: int, layers: int, total_layers: int, micro_batches: int, device: Device
 ) -> Moments:
-    small = source if layers == whole else replace(source, config=first_layers(source.config, layers))
+    small = source if layers == total_layers else replace(source, config=first_layers(source.config, layers))
     tracker = rehearse(small, run, 0, ranks, micro_batches=micro_batches).tracker
     ledger = ledger_of(tracker, head_of(tracker))
-    spent = [0.0, 0.0]
+    seconds = [0.0, 0.0]
     for work, count in tracker.work.items():
         if "attn" in work.operator or "attention" in work.operator:
-            back = "backward" in work.operator
-            if back or work.phase == "forward":  # what is computed again is scored apart
-                spent[back] += count * kernel(work, device, run.compiled)
-    each = layers * micro_batches
-    return Moments(*_course(ledger), layers, micro_batches, (spent[0] / each, spent[1] / each))
+            is_backward = "backward" in work.operator
+            if is_backward or work.phase == "forward":  # what is computed again is scored apart
+                seconds[is_backward] += count * kernel(work, device, run.compiled)
+    layer_passes = layers * micro_batches
+    return Moments(
+        *_curve_and_phases(ledger), layers, micro_batches, (seconds[0] / layer_passes, seconds[1] / layer_passes)
+    )
 
 
-def _course(ledger: MemoryLedger) -> tuple[list[tuple[float, dict[str, int]]], list[tuple[float, str]]]:
-    """The curve, and where forward, backward and update begin: by the first block of memory that each of them makes.
+def _curve_and_phases(ledger: MemoryLedger) -> tuple[list[tuple[float, dict[str, int]]], list[tuple[float, str]]]:
+    """The curve, and where forward, backward and update begin: at the first block of memory that each allocates.
 
-    Before the first such block what is held is counted, and after the last it is let go: neither is part of a step.
+    Before the first allocation the model's state is counted, after the last it is freed: neither is part of a step.
     """
-    made = [block for block, _ in ledger.blocks if block.operator != "held" and block.phase in PHASES]
-    made.sort(key=lambda block: block.born)
+    allocated = [block for block, _ in ledger.blocks if block.operator != "held" and block.phase in PHASES]
+    allocated.sort(key=lambda block: block.born)
     end = max(1, ledger.end)
-    first, last = (made[0].born / end, made[-1].born / end) if made else (0.0, 1.0)
-    wide = (last - first) or 1.0
+    first, last = (allocated[0].born / end, allocated[-1].born / end) if allocated else (0.0, 1.0)
+    span = (last - first) or 1.0
     phases: list[tuple[float, str]] = []
-    for block in made:
+    for block in allocated:
         if not phases or phases[-1][1] != block.phase:
-            phases.append(((block.born / end - first) / wide, block.phase))
-    return [((share - first) / wide, at) for share, at in ledger.curve() if first <= share <= last], phases
+            phases.append(((block.born / end - first) / span, block.phase))
+    return [((share - first) / span, at) for share, at in ledger.curve() if first <= share <= last], phases
 
 
 def attention_shares(quick: Quick, strategy: Strategy | None, moments: Moments | None) -> tuple[float, float]:
-    """Which part of a block's forward and of its backward is attention; by arithmetic alone where nothing was seen."""
-    of, length = quick.of, quick.run.data.sequence_length
-    if strategy is not None and moments is not None and of.forward and of.backward:
-        part = strategy.micro / (strategy.tensor * strategy.context)
-        forward, backward = (spent / part for spent in moments.attention)
-        return min(1.0, forward / of.forward), min(1.0, backward / of.backward)
-    attends = 2.0 * length * of.sizes.width  # per token, causal: half of the keys
-    share = attends / (attends + 2 * max(1.0, of.sizes.block))
+    """Returns the share of attention in a block's forward and backward; by FLOPs if there was no rehearsal."""
+    profile = quick.of
+    length = quick.run.data.sequence_length
+    if strategy is not None and moments is not None and profile.forward and profile.backward:
+        scale = strategy.micro / (strategy.tensor * strategy.context)
+        forward, backward = (spent / scale for spent in moments.attention)
+        return min(1.0, forward / profile.forward), min(1.0, backward / profile.backward)
+    attention_flops = 2.0 * length * profile.sizes.width  # per token, causal: half of the keys
+    share = attention_flops / (attention_flops + 2 * max(1.0, profile.sizes.block))
     return share, share

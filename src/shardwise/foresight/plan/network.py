@@ -1,4 +1,4 @@
-"""How long a collective takes on a cluster: latency per hop and bytes over the slowest link they cross.
+"""Time of a collective on a cluster: latency per hop, and bytes over the slowest link on the way.
 
 A group of n ranks has k of them in each node it touches (`per_node_in_group`), so it spans m = ⌈n/k⌉ nodes. α and β are
 the latency and bandwidth per device of `within` (w) and `across` (a), λ is the device's launch. S is `nbytes`: of
@@ -32,12 +32,15 @@ KINDS: tuple[str, ...] = get_args(Kind)
 
 
 def seconds(kind: str, nbytes: float, ranks: int, per_node_in_group: int, cluster: Cluster) -> float:
-    """Seconds that one collective takes of each rank in the group (see the formulas above)."""
+    """Returns the seconds one collective takes on each rank of the group (see the formulas above)."""
     assert kind in KINDS, kind
     if ranks <= 1:
         return 0.0
-    n, k = ranks, max(1, min(per_node_in_group, ranks))
-    within, across, launch = cluster.within, cluster.across, cluster.device.launch
+    n = ranks
+    k = max(1, min(per_node_in_group, ranks))
+    within = cluster.within
+    across = cluster.across
+    launch = cluster.device.launch
     if kind == "send":
         link = within if k > 1 else across
         return launch + link.latency + nbytes / link.bandwidth
@@ -45,7 +48,8 @@ def seconds(kind: str, nbytes: float, ranks: int, per_node_in_group: int, cluste
     hops = (m - 1) * across.latency + (n - m) * within.latency
     depth = ceil(log2(m)) * across.latency + ceil(log2(k)) * within.latency
     if kind == "all_to_all":
-        inside, outside = (k - 1) / n * nbytes / within.bandwidth, (n - k) / n * nbytes / across.bandwidth
+        inside = (k - 1) / n * nbytes / within.bandwidth
+        outside = (n - k) / n * nbytes / across.bandwidth
         return launch + depth + max(inside, outside)
     wire = nbytes / bus_bandwidth(k, m, within, across)
     if kind == "broadcast":
@@ -56,7 +60,7 @@ def seconds(kind: str, nbytes: float, ranks: int, per_node_in_group: int, cluste
 
 
 def bus_bandwidth(per_node_in_group: int, nodes: int, within: LinkSpec, across: LinkSpec) -> float:
-    """Bytes/s at which a ring or tree of a group moves a tensor along: the slowest link it passes."""
+    """Returns the bytes/s at which a ring or tree moves a tensor: that of the slowest link it crosses."""
     if nodes == 1:
         return within.bandwidth
     between = per_node_in_group * across.bandwidth

@@ -55,9 +55,11 @@ def estimate_zero2_model_states_mem_needs(
     """Bytes that DeepSpeed's ZeRO-2 needs: of host memory per node, and of device memory per GPU."""
     built = BUILT * num_gpus_per_node
     if cpu_offload:
-        host, device = max(built, STATES), HALF * total_params
+        host = max(built, STATES)
+        device = HALF * total_params
     else:
-        host, device = built, 4 * total_params + STATES * total_params / (num_nodes * num_gpus_per_node)
+        host = built
+        device = 4 * total_params + STATES * total_params / (num_nodes * num_gpus_per_node)
     return int(total_params * host * additional_buffer_factor), int(device)
 
 
@@ -76,9 +78,9 @@ def estimate_zero3_model_states_mem_needs(
     share = total_params / (num_nodes * num_gpus_per_node)
     built = BUILT * num_gpus_per_node
     if cpu_offload:
-        kept = STATES + (HALF if cpu_offload_params else 0)
+        states = STATES + (HALF if cpu_offload_params else 0)
         device = layer + (0 if cpu_offload_params else HALF * share)
-        host = total_params * max(0 if zero_init else built, kept / num_nodes)
+        host = total_params * max(0 if zero_init else built, states / num_nodes)
     else:
         device = layer + (STATES + HALF) * share
         host = (largest_layer_params if zero_init else total_params) * built
@@ -138,7 +140,9 @@ def estimate_zero3_model_states_mem_needs_all_cold(
 
 def model_to_params(model: nn.Module) -> tuple[int, int]:
     """Parameters of a model (shared ones once) and of its largest layer: a module's own, not its children's."""
-    layers = (sum(p.numel() for p in module.parameters(recurse=False)) for module in model.modules())
+    layers = []
+    for module in model.modules():
+        layers.append(sum(p.numel() for p in module.parameters(recurse=False)))
     return sum(p.numel() for p in model.parameters()), max(layers)
 
 
@@ -148,9 +152,9 @@ def _place(offloaded: bool) -> str:
 
 def _print(size: str, nodes: int, gpus: int, rows: list[tuple[int, int, str]]) -> None:
     """The table in DeepSpeed's layout: scripts may look for its figures by column."""
-    many = ("" if nodes == 1 else "s", "" if gpus == 1 else "s")
+    plurals = ("" if nodes == 1 else "s", "" if gpus == 1 else "s")
     print("DeepSpeed's estimate of the memory for parameters, optimizer states and gradients:")
-    print(f"HW: {nodes} node{many[0]}, {gpus} GPU{many[1]} per node.")
+    print(f"HW: {nodes} node{plurals[0]}, {gpus} GPU{plurals[1]} per node.")
     print(f"SW: {size}.")
     print("  per CPU  |  per GPU |   Options")
     for host, device, options in rows:

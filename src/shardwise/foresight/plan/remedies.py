@@ -1,4 +1,4 @@
-"""What to change where a run does not fit: each change rehearsed, with what it saves and what it costs."""
+"""Changes to suggest where a run does not fit: each is rehearsed, with what it saves and what it costs."""
 
 from __future__ import annotations
 
@@ -25,99 +25,108 @@ AT_ONCE, ENOUGH = 4, 2  # changes that are rehearsed together; fitting ones afte
 
 @dataclass(frozen=True)
 class Remedy:
-    """Settings by dotted path, what is said of them, and the estimate with them."""
+    """Settings by dotted path, whether they change the training result, and the estimate with them."""
 
     settings: dict[str, Any]
     same: bool  # whether what is learned stays as it is
-    found: Estimate
+    estimate: Estimate
 
-    def told(self, before: Estimate) -> str:
-        """The settings as on the command line, what they save, and what they cost."""
-        words = " ".join(f"{path}={value}" for path, value in self.settings.items())
-        saved = before.peak - self.found.peak
-        slower = self.found.time.seconds / before.time.seconds - 1
+    def describe(self, before: Estimate) -> str:
+        """Returns the settings as on the command line, what they save, and what they cost."""
+        overrides = " ".join(f"{path}={value}" for path, value in self.settings.items())
+        saved = before.peak - self.estimate.peak
+        slower = self.estimate.time.seconds / before.time.seconds - 1
         cost = f"{slower:+.0%} time per step" if abs(slower) >= 0.01 else "no slower"
-        other = "" if self.same else ", trains something else"
-        short = "" if self.found.fits else f", still {human(-self.found.spare)} too much"
-        return f"{words}: saves {human(saved)}, {cost}{other}{short}"
+        result_note = "" if self.same else ", trains something else"
+        excess = "" if self.estimate.fits else f", still {human(-self.estimate.spare)} too much"
+        return f"{overrides}: saves {human(saved)}, {cost}{result_note}{excess}"
 
 
 def remedies(source: ModelSource, run: Run, cluster: Cluster, before: Estimate) -> list[Remedy]:
-    """Changes that make it fit, those that leave the training as it is first, by time; else what saves most."""
-    known: list[Run] = []
+    """Returns changes that make the run fit, result-preserving ones first, by time; else those that save most."""
+    seen_runs: list[Run] = []
     tried: list[tuple[dict[str, Any], bool, Run]] = []
-    for settings, same in _changes(run, cluster, _rows_that_fit(run, before)):
+    for settings, same in _changes(run, cluster, _micro_batches_that_fit(run, before)):
         changed = _with(run, settings)
-        if changed is not None and changed not in known and legal(changed, source.config, cluster.ranks) is None:
-            known.append(changed)
+        if changed is not None and changed not in seen_runs and legal(changed, source.config, cluster.ranks) is None:
+            seen_runs.append(changed)
             tried.append((settings, same, changed))
     sketches = Sketches(source, PACKED)
-    found: list[Remedy] = []
-    while tried and sum(one.found.fits and one.same for one in found) < ENOUGH:
-        now, tried = tried[:AT_ONCE], tried[AT_ONCE:]
-        sketches.make([(without_pipeline(one), cluster.ranks // one.parallel.pipeline) for _, _, one in now])
-        for settings, same, changed in now:
+    estimated: list[Remedy] = []
+    while tried and sum(remedy.estimate.fits and remedy.same for remedy in estimated) < ENOUGH:
+        batch = tried[:AT_ONCE]
+        tried = tried[AT_ONCE:]
+        sketches.make(
+            [(without_pipeline(changed), cluster.ranks // changed.parallel.pipeline) for _, _, changed in batch]
+        )
+        for settings, same, changed in batch:
             try:
-                found.append(Remedy(settings, same, estimate(source, changed, cluster, sketches)))
+                estimated.append(Remedy(settings, same, estimate(source, changed, cluster, sketches)))
             except (RunFailed, UserError):
                 continue
-    fitting = [_no_more_than_needed(one, source, before, sketches) for one in found if one.found.fits]
+    fitting = [_fewest_blocks_needed(remedy, source, before, sketches) for remedy in estimated if remedy.estimate.fits]
     if fitting:
-        return sorted(fitting, key=lambda one: (not one.same, one.found.time.seconds, len(one.settings)))[:SHOWN]
-    return sorted(found, key=lambda one: one.found.peak)[:SHOWN]
+        return sorted(
+            fitting, key=lambda remedy: (not remedy.same, remedy.estimate.time.seconds, len(remedy.settings))
+        )[:SHOWN]
+    return sorted(estimated, key=lambda remedy: remedy.estimate.peak)[:SHOWN]
 
 
-def _no_more_than_needed(one: Remedy, source: ModelSource, before: Estimate, sketches: Sketches) -> Remedy:
-    """Where recomputing all blocks fits, as few of them as do."""
-    if one.settings != {"recompute": "full"} or before.run.recompute != "none":
-        return one
-    some, blocks = fewest_blocks(source, before, one.found, sketches)
-    return one if blocks is None else Remedy(one.settings | {"recompute_blocks": blocks}, one.same, some)
+def _fewest_blocks_needed(remedy: Remedy, source: ModelSource, before: Estimate, sketches: Sketches) -> Remedy:
+    """If recomputing all blocks fits, recompute only as many as needed."""
+    if remedy.settings != {"recompute": "full"} or before.run.recompute != "none":
+        return remedy
+    first_blocks, blocks = fewest_blocks(source, before, remedy.estimate, sketches)
+    return (
+        remedy if blocks is None else Remedy(remedy.settings | {"recompute_blocks": blocks}, remedy.same, first_blocks)
+    )
 
 
-def _rows_that_fit(run: Run, before: Estimate) -> list[int]:
-    """The largest micro-batches that divide the present one and should leave room; two, as the first may not."""
-    micro, limit = int(run.train.micro_batch_size), before.cluster.device.memory
+def _micro_batches_that_fit(run: Run, before: Estimate) -> list[int]:
+    """The two largest micro-batches that divide the present one and are likely to fit."""
+    micro = int(run.train.micro_batch_size)
+    limit = before.cluster.device.memory
     by_rows = sum(size for kind, size in before.memory.items() if kind in BY_ROWS)
     smaller = [n for n in range(micro - 1, 0, -1) if micro % n == 0]
     return [n for n in smaller if before.peak - by_rows * (1 - n / micro) < limit][:2] or smaller[-1:]
 
 
-def _changes(run: Run, cluster: Cluster, fewer: list[int]) -> Iterator[tuple[dict[str, Any], bool]]:
-    """One change at a time, then several together."""
-    micro, zero = int(run.train.micro_batch_size), run.parallel.zero
-    less: dict[str, Any] = {"train.micro_batch_size": 1} if micro > 1 else {}
-    again: dict[str, Any] = {"recompute": "full"} if run.recompute in ("none", "light") else {}
-    lightly: dict[str, Any] = {"recompute": "light"} if run.recompute == "none" and run.compiled else {}
-    spread = cluster.ranks // (run.parallel.pipeline * run.parallel.tensor)
-    most: dict[str, Any] = {"parallel.zero": 3} if zero < 3 and spread > 1 else {}
-    plain = run.method.type == "full"
-    for rows in fewer:
-        yield {"train.micro_batch_size": rows}, True
-    for one in (lightly, again, less, most):
-        if one:
-            yield one, True
-    if zero < 2 and spread > 1:
+def _changes(run: Run, cluster: Cluster, micro_batches: list[int]) -> Iterator[tuple[dict[str, Any], bool]]:
+    """Single changes first, then combinations; each with whether the training result stays the same."""
+    micro = int(run.train.micro_batch_size)
+    zero = run.parallel.zero
+    smaller_micro: dict[str, Any] = {"train.micro_batch_size": 1} if micro > 1 else {}
+    full_recompute: dict[str, Any] = {"recompute": "full"} if run.recompute in ("none", "light") else {}
+    light_recompute: dict[str, Any] = {"recompute": "light"} if run.recompute == "none" and run.compiled else {}
+    shard_ranks = cluster.ranks // (run.parallel.pipeline * run.parallel.tensor)
+    zero3: dict[str, Any] = {"parallel.zero": 3} if zero < 3 and shard_ranks > 1 else {}
+    trains_all = run.method.type == "full"
+    for micro_batch in micro_batches:
+        yield {"train.micro_batch_size": micro_batch}, True
+    for change in (light_recompute, full_recompute, smaller_micro, zero3):
+        if change:
+            yield change, True
+    if zero < 2 and shard_ranks > 1:
         yield {"parallel.zero": 2}, True
     if run.loss == "plain":
         yield {"loss": "auto"}, True
-    both = less | again
-    for together in (both, both | most):
-        if len(together) > 1:
-            yield together, True
-    if plain and run.offload.optimizer == "none" and not run.parallel.beyond_data:
-        away = {"offload.optimizer": "cpu"}
-        yield away, True
-        yield both | most | away, True
-        yield both | {"parallel.zero": 3, "offload.optimizer": "cpu", "offload.parameters": "cpu"}, True
-    if plain and run.train.optimizer == "adamw" and not run.parallel.beyond_data:
-        yield both | most | {"train.optimizer": "adamw8bit"}, False
-    if plain:
-        yield both | {"method": "lora"}, False
+    less_memory = smaller_micro | full_recompute
+    for combined in (less_memory, less_memory | zero3):
+        if len(combined) > 1:
+            yield combined, True
+    if trains_all and run.offload.optimizer == "none" and not run.parallel.beyond_data:
+        optimizer_on_cpu = {"offload.optimizer": "cpu"}
+        yield optimizer_on_cpu, True
+        yield less_memory | zero3 | optimizer_on_cpu, True
+        yield less_memory | {"parallel.zero": 3, "offload.optimizer": "cpu", "offload.parameters": "cpu"}, True
+    if trains_all and run.train.optimizer == "adamw" and not run.parallel.beyond_data:
+        yield less_memory | zero3 | {"train.optimizer": "adamw8bit"}, False
+    if trains_all:
+        yield less_memory | {"method": "lora"}, False
     if run.method.type in ("full", "lora"):
-        yield both | {"method": "qlora"}, False
+        yield less_memory | {"method": "qlora"}, False
     if run.data.sequence_length >= 1024:
-        yield both | most | {"data.sequence_length": run.data.sequence_length // 2}, False
+        yield less_memory | zero3 | {"data.sequence_length": run.data.sequence_length // 2}, False
 
 
 def _with(run: Run, settings: dict[str, Any]) -> Run | None:

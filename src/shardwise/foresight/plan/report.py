@@ -1,8 +1,8 @@
-"""A plan as one page to pass round and to show: nothing is fetched, charts are drawn here, sliders compute in the page.
+"""The plan as a self-contained HTML page: nothing is fetched, charts are drawn here, sliders compute in the page.
 
-[Note: rough] What the header and the first bars say is from rehearsals. What is said of strategies that were not
-rehearsed (techniques one by one, the table, the sliders) is from rough scores (quick.py), and the page says so. The
-page has those formulas in JavaScript (report.html) over the coefficients of `coefficients`;
+[Note: rough] The header and the first bars come from rehearsals. Figures of strategies that were not rehearsed
+(techniques one by one, the table, the sliders) come from rough scores (quick.py), and the page says so. The page has
+those formulas in JavaScript (report.html) over the coefficients of `coefficients`;
 tests/foresight/plan/test_report.py compares the two.
 """
 
@@ -20,7 +20,7 @@ from shardwise.config.units import human
 from shardwise.core.atomic_file import check_page, write_page
 from shardwise.foresight.plan.charts import GIB, BarRow, area, bars, gib, seconds, text
 from shardwise.foresight.plan.estimate import Estimate
-from shardwise.foresight.plan.explain import guidelines, long_time, money, per_second, reasons, told
+from shardwise.foresight.plan.explain import describe, guidelines, long_time, money, per_second, reasons
 from shardwise.foresight.plan.ladder import Rung, ladder, variants
 from shardwise.foresight.plan.moments import Moments, attention_shares, moments_of
 from shardwise.foresight.plan.quick import SLOWER, Quick, Strategy
@@ -36,21 +36,23 @@ class _Page(Template):
 
 
 def write_report(plan: Plan, tokens: float | None, path: Path) -> None:
-    """Writes the page; whoever opens it sees the old one or the new one whole."""
+    """Writes the page atomically."""
     check_page(path, "plan.html")
     page = render_report(plan, tokens)
     write_page(page, path)
 
 
 def render_report(plan: Plan, tokens: float | None) -> str:
-    """The whole page as text."""
-    option = plan.best or max(plan.too_large, key=lambda one: one.estimate.spare, default=None)
-    strategy = option.strategy if option is not None else plan.rough[0] if plan.rough else None
+    """Returns the page as HTML."""
+    option = plan.best or max(plan.too_large, key=lambda candidate: candidate.estimate.spare, default=None)
+    strategy = plan.rough[0] if plan.rough else None
+    if option is not None:
+        strategy = option.strategy
     moments = moments_of(plan.source, option.estimate) if option is not None else "no strategy was rehearsed"
-    seen = moments if isinstance(moments, Moments) else None
+    rehearsed = moments if isinstance(moments, Moments) else None
     data: dict[str, Any] | None = None
     if plan.quick is not None and strategy is not None:
-        data = coefficients(plan, plan.quick, strategy, attention_shares(plan.quick, strategy, seen))
+        data = coefficients(plan, plan.quick, strategy, attention_shares(plan.quick, strategy, rehearsed))
     template = files("shardwise.foresight.plan").joinpath("report.html").read_text(encoding="utf-8")
     return _Page(template).substitute(
         title=text(f"{plan.source.label} on {plan.cluster.label}"),
@@ -68,13 +70,15 @@ def render_report(plan: Plan, tokens: float | None) -> str:
 
 
 def coefficients(plan: Plan, quick: Quick, strategy: Strategy, attention: tuple[float, float]) -> dict[str, Any]:
-    """All that the page's own formulas need; see [Note: rough]."""
-    of, cluster, run = quick.of, plan.cluster, plan.run
+    """Returns everything that the page's own formulas need; see [Note: rough]."""
+    profile = quick.of
+    cluster = plan.cluster
+    run = plan.run
     best = plan.best.estimate if plan.best is not None else None
     text_config = plan.source.config.get_text_config(decoder=True)
     return {
-        **{name: value for name, value in vars(of).items() if name != "sizes"},
-        "sizes": asdict(of.sizes),
+        **{name: value for name, value in vars(profile).items() if name != "sizes"},
+        "sizes": asdict(profile.sizes),
         "attention": {"forward": attention[0], "backward": attention[1]},
         "frozen": quick.frozen, "float8": quick.float8,
         "working": 2.0 if run.precision != "fp32" else 4.0,
@@ -95,7 +99,8 @@ def coefficients(plan: Plan, quick: Quick, strategy: Strategy, attention: tuple[
 
 
 def _header(plan: Plan, tokens: float | None) -> str:
-    run, cluster = plan.run, plan.cluster
+    run = plan.run
+    cluster = plan.cluster
     sizes = plan.quick.of.sizes if plan.quick is not None else None
     count = f"{(sizes.block * sizes.layers + sizes.rest) / 1e9:.2f}B parameters · " if sizes else ""
     links = f" · {per_second(cluster.within.bandwidth)} within a node" if cluster.per_node > 1 else ""
@@ -109,19 +114,24 @@ def _header(plan: Plan, tokens: float | None) -> str:
     head += f'<p class="about">{text(about)}</p>'
     if plan.best is None:
         return f'{head}<p class="choice none">nothing fits</p>'
-    return f'{head}<p class="choice">{text(told(plan.best.strategy))}</p>{_tiles(plan, plan.best.estimate, tokens)}'
+    return f'{head}<p class="choice">{text(describe(plan.best.strategy))}</p>{_tiles(plan, plan.best.estimate, tokens)}'
 
 
-def _tiles(plan: Plan, found: Estimate, tokens: float | None) -> str:
+def _tiles(plan: Plan, estimate: Estimate, tokens: float | None) -> str:
     cluster = plan.cluster
     tiles = [
-        ("a step", seconds(found.time.seconds), f"{found.tokens:,} tokens"),
-        ("tokens/s per device", f"{found.rate:,.0f}", f"{found.rate * cluster.ranks:,.0f} in all"),
-        ("MFU", f"{found.mfu:.0%}", "of the peak arithmetic"),
-        ("memory", human(found.peak), f"of {human(cluster.device.memory)}, {found.peak / cluster.device.memory:.0%}"),
+        ("a step", seconds(estimate.time.seconds), f"{estimate.tokens:,} tokens"),
+        ("tokens/s per device", f"{estimate.rate:,.0f}", f"{estimate.rate * cluster.ranks:,.0f} in all"),
+        ("MFU", f"{estimate.mfu:.0%}", "of the peak arithmetic"),
+        (
+            "memory",
+            human(estimate.peak),
+            f"of {human(cluster.device.memory)}, {estimate.peak / cluster.device.memory:.0%}",
+        ),
     ]
     if tokens:
-        hours, cost = found.hours(tokens), found.cost(tokens)
+        hours = estimate.hours(tokens)
+        cost = estimate.cost(tokens)
         tiles.append((f"{_amount(tokens)} tokens", long_time(hours), f"{money(hours * cluster.ranks)} device hours"))
         if cost is not None:
             tiles.append(("cost", f"{money(cost)} USD", f"at {cluster.price:g} per device and hour"))
@@ -138,14 +148,14 @@ def _amount(tokens: float) -> str:
 
 
 def _reasons(plan: Plan) -> str:
-    why = "".join(f"<li>{text(line)}</li>" for line in reasons(plan))
+    reason_items = "".join(f"<li>{text(line)}</li>" for line in reasons(plan))
     rules = "".join(
         f'<li class="{"agree" if agrees else "differ"}"><b>{"agrees" if agrees else "the numbers say otherwise"}</b> '
-        f"{text(rule)}: <i>{text(here)}</i></li>"
-        for rule, here, agrees in guidelines(plan)
+        f"{text(rule)}: <i>{text(observed)}</i></li>"
+        for rule, observed, agrees in guidelines(plan)
     )
     rules = f'<section class="card"><h2>Rules of thumb</h2><ul class="rules">{rules}</ul></section>' if rules else ""
-    return f'<div class="pair"><section class="card"><h2>Why</h2><ul>{why}</ul></section>{rules}</div>'
+    return f'<div class="pair"><section class="card"><h2>Why</h2><ul>{reason_items}</ul></section>{rules}</div>'
 
 
 def _strategies(plan: Plan) -> str:
@@ -158,37 +168,51 @@ def _strategies(plan: Plan) -> str:
 
 
 def _row(plan: Plan, option: Option) -> BarRow:
-    s, found = option.strategy, option.estimate
-    note = f"micro-batch {s.micro}, recompute {'full' if s.recompute else 'none'}"
-    if found.fits:
-        note += f" · {found.rate:,.0f} tokens/s/device, MFU {found.mfu:.0%}"
-    elif found.spare >= 0:
+    strategy = option.strategy
+    estimate = option.estimate
+    note = f"micro-batch {strategy.micro}, recompute {'full' if strategy.recompute else 'none'}"
+    if estimate.fits:
+        note += f" · {estimate.rate:,.0f} tokens/s/device, MFU {estimate.mfu:.0%}"
+    elif estimate.spare >= 0:
         note += " · more than the host's memory"
-    return BarRow(s.name(), found.memory, found.time.parts(), found.fits, note, "chosen" if option is plan.best else "")
+    return BarRow(
+        strategy.name(),
+        estimate.memory,
+        estimate.time.parts(),
+        estimate.fits,
+        note,
+        "chosen" if option is plan.best else "",
+    )
 
 
 def _ladder(plan: Plan, strategy: Strategy | None) -> str:
     if plan.quick is None or strategy is None:
         return '<p class="muted">There is nothing to compare.</p>'
-    quick, limit = plan.quick, plan.cluster.device.memory
+    quick = plan.quick
+    limit = plan.cluster.device.memory
     rows: list[BarRow] = []
     before: tuple[float, float] | None = None
     for rung in ladder(plan, strategy):
-        parts, spent = quick.parts(rung.strategy), quick.seconds(rung.strategy)
+        parts = quick.parts(rung.strategy)
+        step_seconds = quick.seconds(rung.strategy)
         total = sum(parts.values())
         changes = ("", "")
         if before is not None:
-            changes = _signed(total - before[0]), _percent(spent / before[1] - 1)
-        mark = ("chosen" if plan.best else "nearest") if rung.strategy == strategy else ""
+            changes = _signed(total - before[0]), _percent(step_seconds / before[1] - 1)
+        mark = ""
+        if rung.strategy == strategy:
+            mark = "chosen" if plan.best else "nearest"
         fits = _fits(plan, rung.strategy, total)
-        rows.append(BarRow(rung.name, parts, {"step": spent}, fits is not False, "", mark, *changes))
-        before = total, spent
+        rows.append(BarRow(rung.name, parts, {"step": step_seconds}, fits is not False, "", mark, *changes))
+        before = total, step_seconds
     note = "Rough scores: formulas over one rehearsed block, to rank techniques and to show what each is for."
     best = plan.best
     if best is not None and rows:
-        found = best.estimate
-        note += f" The chosen strategy as rehearsed: {human(found.peak)} and {seconds(found.time.seconds)} a step."
-    return bars(rows, limit, rough=True) + f'<p class="muted">{text(note)}</p>'
+        estimate = best.estimate
+        note += (
+            f" The chosen strategy as rehearsed: {human(estimate.peak)} and {seconds(estimate.time.seconds)} a step."
+        )
+    return bars(rows, limit, approximate=True) + f'<p class="muted">{text(note)}</p>'
 
 
 def _signed(size: float) -> str:
@@ -199,12 +223,13 @@ def _table(plan: Plan, strategy: Strategy | None) -> str:
     if plan.quick is None or strategy is None:
         return '<p class="muted">There is nothing to compare.</p>'
     quick = plan.quick
-    size, spent = quick.memory(strategy), quick.seconds(strategy)
+    size = quick.memory(strategy)
+    step_seconds = quick.seconds(strategy)
     first = (
-        f'<tr class="chosen"><th scope="row">{text(told(strategy))}</th><td>{gib(size)}</td><td></td>'
-        f"<td>{seconds(spent)}</td><td></td><td>{_verdict(plan, strategy, size)}</td></tr>"
+        f'<tr class="chosen"><th scope="row">{text(describe(strategy))}</th><td>{gib(size)}</td><td></td>'
+        f"<td>{seconds(step_seconds)}</td><td></td><td>{_verdict(plan, strategy, size)}</td></tr>"
     )
-    lines = [first, *(_line(plan, quick, rung, size, spent) for rung in variants(plan, strategy))]
+    lines = [first, *(_line(plan, quick, rung, size, step_seconds) for rung in variants(plan, strategy))]
     heads = ("instead", "≈ GiB", "GiB saved", "≈ step", "slower", "")
     head = "".join(f'<th scope="col">{name}</th>' for name in heads)
     return (
@@ -214,21 +239,25 @@ def _table(plan: Plan, strategy: Strategy | None) -> str:
     )
 
 
-def _line(plan: Plan, quick: Quick, rung: Rung, size: float, spent: float) -> str:
+def _line(plan: Plan, quick: Quick, rung: Rung, chosen_bytes: float, chosen_seconds: float) -> str:
     name = f'<th scope="row">{text(rung.name)}</th>'
     if rung.problem is not None:
         return f'<tr class="cannot">{name}<td colspan="5">not here: {text(rung.problem)}</td></tr>'
-    other, time = quick.memory(rung.strategy), quick.seconds(rung.strategy)
-    saved, slower = (size - other) / GIB, time / spent - 1
+    memory = quick.memory(rung.strategy)
+    time = quick.seconds(rung.strategy)
+    saved = (chosen_bytes - memory) / GIB
+    slower = time / chosen_seconds - 1
     return (
-        f'<tr>{name}<td>{gib(other)}</td><td class="{_better(saved, 0.05)}">{_figure(saved)}</td>'
+        f'<tr>{name}<td>{gib(memory)}</td><td class="{_better(saved, 0.05)}">{_figure(saved)}</td>'
         f'<td>{seconds(time)}</td><td class="{_better(-slower, 0.005)}">{_percent(slower)}</td>'
-        f"<td>{_verdict(plan, rung.strategy, other)}</td></tr>"
+        f"<td>{_verdict(plan, rung.strategy, memory)}</td></tr>"
     )
 
 
-def _better(value: float, least: float) -> str:
-    return "good" if value > least else "worse" if value < -least else ""
+def _better(value: float, threshold: float) -> str:
+    if value > threshold:
+        return "good"
+    return "worse" if value < -threshold else ""
 
 
 def _figure(value: float) -> str:
@@ -241,46 +270,50 @@ def _percent(share: float) -> str:
     return "0%" if abs(share) < 0.005 else f"{share:+.0%}".replace("-", "−")
 
 
-def _fits(plan: Plan, s: Strategy, size: float) -> bool | None:
-    """By the rough score; None where only a rehearsal can tell, and by the rehearsal where there was one."""
-    known = {option.strategy: option.estimate.fits for option in (*plan.options, *plan.too_large)}
-    if s in known:
-        return known[s]
+def _fits(plan: Plan, strategy: Strategy, size: float) -> bool | None:
+    """By the rough score, or the rehearsal where there was one; None where only a rehearsal can decide."""
+    rehearsed = {option.strategy: option.estimate.fits for option in (*plan.options, *plan.too_large)}
+    if strategy in rehearsed:
+        return rehearsed[strategy]
     limit = plan.cluster.device.memory
-    return True if size <= limit else None if size <= NEARLY * limit else False
+    if size <= limit:
+        return True
+    return None if size <= NEARLY * limit else False
 
 
-def _verdict(plan: Plan, s: Strategy, size: float) -> str:
-    fits = _fits(plan, s, size)
-    return "fits" if fits else "just about" if fits is None else '<em class="bad">does not fit</em>'
+def _verdict(plan: Plan, strategy: Strategy, size: float) -> str:
+    fits = _fits(plan, strategy, size)
+    if fits is None:
+        return "just about"
+    return "fits" if fits else '<em class="bad">does not fit</em>'
 
 
 def _moments(plan: Plan, option: Option | None, moments: Moments | str) -> str:
     if option is None or isinstance(moments, str):
         return f'<p class="muted">There is no picture: {text(moments)}</p>'
-    found = option.estimate
+    estimate = option.estimate
     layers = plan.quick.of.sizes.layers if plan.quick is not None else moments.layers
-    few = f"{moments.layers} of {layers} layers" if moments.layers < layers else f"all {layers} layers"
-    batches = f"{moments.micro_batches} of {found.micro_batches} micro-batches"
-    words = f"One device, {told(option.strategy)}: rehearsed with {few} and {batches}"
-    words += ", without the pipeline" if option.strategy.pipeline > 1 else ""
-    tail = f" With all layers the peak is {human(found.peak)}." if moments.layers < layers else ""
+    layer_note = f"{moments.layers} of {layers} layers" if moments.layers < layers else f"all {layers} layers"
+    batches = f"{moments.micro_batches} of {estimate.micro_batches} micro-batches"
+    caption = f"One device, {describe(option.strategy)}: rehearsed with {layer_note} and {batches}"
+    caption += ", without the pipeline" if option.strategy.pipeline > 1 else ""
+    peak_note = f" With all layers the peak is {human(estimate.peak)}." if moments.layers < layers else ""
     picture = area(moments.curve, moments.phases, plan.cluster.device.memory, "memory over a step")
-    return f'{picture}<p class="muted">{text(words)}.{tail}</p>'
+    return f'{picture}<p class="muted">{text(caption)}.{peak_note}</p>'
 
 
 def _timeline(plan: Plan, option: Option | None) -> str:
     if option is None:
         return '<p class="muted">No strategy was rehearsed.</p>'
-    found = option.estimate
+    estimate = option.estimate
     layers = plan.quick.of.sizes.layers if plan.quick is not None else 1
     note = (
-        f"{told(option.strategy)}. Lengths are the estimate's; where in a pass exchange and waiting fall is drawn, "
+        f"{describe(option.strategy)}. Lengths are the estimate's; where in a pass exchange and waiting fall is drawn, "
         "not computed."
     )
-    note += " More micro-batches than 32 are drawn as 32." if found.micro_batches > 32 else ""
-    shown = f'{lanes(found, layers)}<p class="muted">{text(note)}</p>'
+    note += " More micro-batches than 32 are drawn as 32." if estimate.micro_batches > 32 else ""
+    html = f'{lanes(estimate, layers)}<p class="muted">{text(note)}</p>'
     if option.strategy.pipeline > 1:
-        svg, words = pipeline(found)
-        shown += f'<h3>The stages</h3>{svg}<p class="muted">{text(words)}</p>'
-    return shown
+        svg, caption = pipeline(estimate)
+        html += f'<h3>The stages</h3>{svg}<p class="muted">{text(caption)}</p>'
+    return html

@@ -1,18 +1,19 @@
-"""A plan as plain values: for programs, and for the report."""
+"""A plan as plain values, for `--json` and other programs."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from shardwise.foresight.plan.estimate import Estimate
-from shardwise.foresight.plan.explain import guidelines, reasons, told
+from shardwise.foresight.plan.explain import describe, guidelines, reasons
 from shardwise.foresight.plan.search import Option, Plan
 
 
 def as_dict(plan: Plan, tokens: float | None) -> dict[str, Any]:
-    """Everything that is known of it."""
+    """Returns the whole plan as a dictionary that can be written as JSON."""
     sizes = plan.quick.of.sizes if plan.quick is not None else None
-    cluster, run = plan.cluster, plan.run
+    cluster = plan.cluster
+    run = plan.run
     return {
         "model": {
             "name": plan.source.label,
@@ -38,31 +39,31 @@ def as_dict(plan: Plan, tokens: float | None) -> dict[str, Any]:
 
 
 def option_dict(option: Option, tokens: float | None) -> dict[str, Any]:
-    """A strategy with what it takes."""
-    return {"name": option.strategy.name(), "told": told(option.strategy), "settings": option.strategy.settings(),
+    """Returns a strategy with its settings and estimate."""
+    return {"name": option.strategy.name(), "told": describe(option.strategy), "settings": option.strategy.settings(),
             **estimate_dict(option.estimate, tokens)}  # fmt: skip
 
 
-def estimate_dict(found: Estimate, tokens: float | None) -> dict[str, Any]:
-    """What a run takes: bytes and seconds."""
+def estimate_dict(estimate: Estimate, tokens: float | None) -> dict[str, Any]:
+    """Returns memory in bytes, time in seconds, throughput and cost of an estimate."""
     return {
-        "fits": found.fits,
-        "memory": {name: round(size) for name, size in found.memory.items() if size >= 1},
-        "peak": round(found.peak),
-        "peak_at": found.peak_at,
-        "reserved": round(found.reserved),
-        "spare": round(found.spare),
-        "host": round(found.host),
-        "disk": round(found.disk),
-        "seconds": {name: spent for name, spent in found.time.parts().items() if spent},
-        "step_seconds": found.time.seconds,
-        "hidden": found.time.hidden,
-        "wire": {axis: round(size) for axis, size in found.time.wire.items()},
-        "micro_batches": found.micro_batches,
-        "tokens_per_step": found.tokens,
-        "tokens_per_second": found.rate * found.cluster.ranks,
-        "per_device": found.rate,
-        "mfu": found.mfu,
-        "hours": found.hours(tokens) if tokens else None,
-        "cost": found.cost(tokens) if tokens else None,
+        "fits": estimate.fits,
+        "memory": {name: round(size) for name, size in estimate.memory.items() if size >= 1},
+        "peak": round(estimate.peak),
+        "peak_at": estimate.peak_at,
+        "reserved": round(estimate.reserved),
+        "spare": round(estimate.spare),
+        "host": round(estimate.host),
+        "disk": round(estimate.disk),
+        "seconds": {name: spent for name, spent in estimate.time.parts().items() if spent},
+        "step_seconds": estimate.time.seconds,
+        "hidden": estimate.time.hidden,
+        "wire": {axis: round(size) for axis, size in estimate.time.wire.items()},
+        "micro_batches": estimate.micro_batches,
+        "tokens_per_step": estimate.tokens,
+        "tokens_per_second": estimate.rate * estimate.cluster.ranks,
+        "per_device": estimate.rate,
+        "mfu": estimate.mfu,
+        "hours": estimate.hours(tokens) if tokens else None,
+        "cost": estimate.cost(tokens) if tokens else None,
     }

@@ -1,4 +1,4 @@
-"""The best ways to run a model on a cluster: all are scored roughly, the best few are sketched and ranked."""
+"""Searches the best strategies for a model on a cluster: all are scored roughly, the best few sketched and ranked."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Option:
-    """A strategy with its sketch."""
+    """A strategy with its estimate."""
 
     strategy: Strategy
     estimate: Estimate
@@ -38,7 +38,7 @@ class Option:
 
 @dataclass(frozen=True)
 class Plan:
-    """What was found: the options that fit, best first, those that do not, and how many were looked at."""
+    """The result of a search: options that fit, best first; those that do not; and how many were considered."""
 
     source: ModelSource
     run: Run
@@ -53,6 +53,7 @@ class Plan:
 
     @property
     def best(self) -> Option | None:
+        """The fastest option that fits; None if none does."""
         return self.options[0] if self.options else None
 
 
@@ -65,52 +66,60 @@ def search(
     pick: Callable[[Strategy], bool] = lambda _: True,
     last_resort: bool = True,
 ) -> Plan:
-    """Ranks by time (on a given cluster the cheapest is the fastest). `run` is resolved for the cluster's ranks.
+    """Searches strategies and ranks them by time, which on a given cluster is also by cost.
 
-    Where nothing fits, states leave the device; without `last_resort` that is only scored roughly.
+    `run` is resolved for the cluster's ranks. If nothing fits, strategies with offload are searched; without
+    `last_resort` those are only scored roughly.
     """
     say("looking at one block")
-    plain = _plain(run)
-    quick = Quick(profile(sizes_of(source), sketch(source, plain, 1), plain, _one(cluster)), run, cluster)
-    found: list[Option] = []
+    profiled_run = _profiling_run(run)
+    quick = Quick(
+        profile(sizes_of(source), sketch(source, profiled_run, 1), profiled_run, _single_device(cluster)), run, cluster
+    )
+    fitting: list[Option] = []
     too_large: list[Option] = []
     refused: dict[str, str] = {}
-    considered, known = 0, Sketches(source)
+    considered = 0
+    sketches = Sketches(source)
     for offload in (False, True):
         scored: list[tuple[float, int, Strategy]] = []
         for strategy in enumerate_strategies(source.config, run, cluster, offload):
             considered += 1
-            small = quick.memory(strategy) <= NEARLY * cluster.device.memory
-            if pick(strategy) and small and (not offload or quick.host(strategy) <= cluster.host_memory):
-                scored.append((quick.seconds(strategy), _simplicity(strategy), strategy))
+            may_fit = quick.memory(strategy) <= NEARLY * cluster.device.memory
+            if pick(strategy) and may_fit and (not offload or quick.host(strategy) <= cluster.host_memory):
+                scored.append((quick.seconds(strategy), _complexity(strategy), strategy))
         ranked = _ranked(scored)
-        begun = time.perf_counter()
+        started = time.perf_counter()
         doubtful = partial(_doubtful, quick, too_large)
         for wave in _waves(ranked, source, run, cluster, refused, doubtful) if last_resort or not offload else ():
             say(f"{considered:,} strategies looked at, sketching {', '.join(s.name() for s, _ in wave[:3])}")
-            for option in _sketched(known, cluster, wave, refused):
-                (found if option.estimate.fits else too_large).append(option)
-            limit = budget * (PATIENCE if not found else 1 / 3 if offload else 1)  # offload is a makeshift anyway
-            if found and not offload and _promising(quick, ranked, found, too_large):
+            for option in _sketched(sketches, cluster, wave, refused):
+                (fitting if option.estimate.fits else too_large).append(option)
+            limit = budget
+            if not fitting:
+                limit = budget * PATIENCE
+            elif offload:  # a makeshift anyway
+                limit = budget / 3
+            if fitting and not offload and _promising(quick, ranked, fitting, too_large):
                 limit = 2 * budget
-            if time.perf_counter() - begun > limit and (found or budget):
+            if time.perf_counter() - started > limit and (fitting or budget):
                 break
-        if found:
+        if fitting:
             break
-    found.sort(key=lambda o: o.estimate.time.seconds * (1 + TINY * _simplicity(o.strategy) / 10))
-    seen = {option.strategy.family() for option in (*found, *too_large)}
-    others = (s for s in ranked if s.family() not in seen and s.name() not in refused)
-    rough = list(islice((s for s in others if legal(applied(run, s), source.config, cluster.ranks) is None), ROUGH))
+    fitting.sort(key=lambda o: o.estimate.time.seconds * (1 + TINY * _complexity(o.strategy) / 10))
+    seen = {option.strategy.family() for option in (*fitting, *too_large)}
+    remaining = (s for s in ranked if s.family() not in seen and s.name() not in refused)
+    rough = list(islice((s for s in remaining if legal(applied(run, s), source.config, cluster.ranks) is None), ROUGH))
     if not considered:
         problem = f"cannot be divided among {cluster.ranks} devices in any way"
         raise UserError("train.batch_size", run.train.batch_size, problem, f"use a multiple of {cluster.ranks}")
-    scale = _scale(quick, [*found, *too_large])
+    scale = _scale(quick, [*fitting, *too_large])
     rough.sort(key=quick.seconds)
-    return Plan(source, run, cluster, found, too_large, considered, refused, quick, rough, scale)
+    return Plan(source, run, cluster, fitting, too_large, considered, refused, quick, rough, scale)
 
 
-def _plain(run: Run) -> Run:
-    """The run on one rank, with one sequence: what blocks need by themselves."""
+def _profiling_run(run: Run) -> Run:
+    """The run on one rank with one sequence, to profile a block."""
     base = applied(run, Strategy(2))
     values = base.model_dump()
     values["train"] |= {"batch_size": 1, "micro_batch_size": 1}
@@ -118,27 +127,28 @@ def _plain(run: Run) -> Run:
     return Run.model_validate(values)
 
 
-def _one(cluster: Cluster) -> Cluster:
+def _single_device(cluster: Cluster) -> Cluster:
     return replace(cluster, nodes=1, per_node=1)
 
 
-def _simplicity(strategy: Strategy) -> int:
-    """Fewer moving parts are better where the time is the same."""
+def _complexity(strategy: Strategy) -> int:
+    """Ranks strategies of equal time: fewer moving parts are better."""
     axes = sum(size > 1 for size in (strategy.tensor, strategy.context, strategy.pipeline, strategy.expert))
-    more = (strategy.shard is not None) + (strategy.secondary is not None) + strategy.interleaved + strategy.recompute
-    return 3 * axes + more + 5 * (strategy.offload != "none") + 5 * (strategy.offload_parameters != "none")
+    extras = (strategy.shard is not None) + (strategy.secondary is not None) + strategy.interleaved + strategy.recompute
+    return 3 * axes + extras + 5 * (strategy.offload != "none") + 5 * (strategy.offload_parameters != "none")
 
 
 def _ranked(scored: list[tuple[float, int, Strategy]]) -> list[Strategy]:
-    """The best of each family first, by their scores, with the second best of the leading ones in between."""
+    """The best of each family by score, with the second best of the leading families in between."""
     best: dict[tuple[object, ...], tuple[float, int, Strategy]] = {}
-    rest: list[tuple[float, int, Strategy]] = []
-    for one in sorted(scored, key=lambda one: one[:2]):
-        if one[2].family() in best:
-            rest.append(one)
+    runners_up: list[tuple[float, int, Strategy]] = []
+    for entry in sorted(scored, key=lambda entry: entry[:2]):
+        if entry[2].family() in best:
+            runners_up.append(entry)
         else:
-            best[one[2].family()] = one
-    first, second = [s for _, _, s in best.values()], [s for _, _, s in rest]
+            best[entry[2].family()] = entry
+    first = [s for _, _, s in best.values()]
+    second = [s for _, _, s in runners_up]
     return [*first[:3], *second[:2], *first[3:40], *second[2:20]]
 
 
@@ -150,21 +160,21 @@ def _waves(
     refused: dict[str, str],
     doubtful: Callable[[Strategy], bool],
 ) -> Iterator[list[tuple[Strategy, Run]]]:
-    """A few at a time, those left out that cannot be."""
+    """Yields a few legal strategies at a time; illegal ones are recorded in `refused`."""
     wave: list[tuple[Strategy, Run]] = []
-    looked = 0
+    tried = 0
     for strategy in ranked:
-        if looked == MOST:
+        if tried == MOST:
             break
         if doubtful(strategy):
             continue
-        looked += 1
-        wanted = applied(run, strategy)
-        problem = legal(wanted, source.config, cluster.ranks)
+        tried += 1
+        applied_run = applied(run, strategy)
+        problem = legal(applied_run, source.config, cluster.ranks)
         if problem is not None:
             refused.setdefault(strategy.name(), problem)
             continue
-        wave.append((strategy, wanted))
+        wave.append((strategy, applied_run))
         if len(wave) == AT_ONCE:
             yield wave
             wave = []
@@ -180,55 +190,56 @@ def _scale(quick: Quick, options: list[Option]) -> tuple[float, float]:
     return times, median(o.estimate.peak / quick.memory(o.strategy) for o in options)
 
 
-def _promising(quick: Quick, ranked: list[Strategy], found: list[Option], too_large: list[Option]) -> bool:
-    """Whether one that was not sketched would win, if its rough score is off like the others'."""
-    times, _ = _scale(quick, found)
-    best = min(option.estimate.time.seconds for option in found)
-    seen = {option.strategy for option in (*found, *too_large)}
+def _promising(quick: Quick, ranked: list[Strategy], fitting: list[Option], too_large: list[Option]) -> bool:
+    """Whether a strategy that was not sketched would win if its rough score is off as the others' are."""
+    times, _ = _scale(quick, fitting)
+    best = min(option.estimate.time.seconds for option in fitting)
+    seen = {option.strategy for option in (*fitting, *too_large)}
     return any(times * quick.seconds(s) < 0.97 * best for s in ranked if s not in seen)
 
 
 def _doubtful(quick: Quick, too_large: list[Option], strategy: Strategy) -> bool:
-    """Whether it would not fit if the rough score were as far off as it was for those that turned out too large."""
+    """Whether it would not fit if the rough score were as far off as for those that turned out too large."""
     if not too_large:
         return False
-    off = max(1.0, median(option.estimate.peak / quick.memory(option.strategy) for option in too_large))
-    return quick.memory(strategy) * off > NEARLY * quick.cluster.device.memory
+    factor = max(1.0, median(option.estimate.peak / quick.memory(option.strategy) for option in too_large))
+    return quick.memory(strategy) * factor > NEARLY * quick.cluster.device.memory
 
 
 def _sketched(
-    known: Sketches, cluster: Cluster, wave: list[tuple[Strategy, Run]], refused: dict[str, str]
+    sketches: Sketches, cluster: Cluster, wave: list[tuple[Strategy, Run]], refused: dict[str, str]
 ) -> list[Option]:
-    """Estimates of a wave; what cannot be rehearsed cannot be run, and is refused."""
-    known.make([(without_pipeline(run), cluster.ranks // run.parallel.pipeline) for _, run in wave])
-    found = []
+    """Estimates of a wave; strategies that cannot be rehearsed cannot run, and are recorded in `refused`."""
+    sketches.make([(without_pipeline(run), cluster.ranks // run.parallel.pipeline) for _, run in wave])
+    options = []
     for strategy, run in wave:
         try:
-            found.append(Option(strategy, estimate(known.source, run, cluster, known)))
+            options.append(Option(strategy, estimate(sketches.source, run, cluster, sketches)))
         except (RunFailed, UserError) as error:
             refused.setdefault(strategy.name(), str(error).strip().splitlines()[-1])
-    return found
+    return options
 
 
 class Sketches:
-    """Sketches of one model, each made once: schedules and pipelines of a strategy share theirs."""
+    """Caches sketches of one model: schedules and pipelines of a strategy share a sketch."""
 
     def __init__(self, source: ModelSource, documents: int = 1) -> None:
-        self.source, self.documents = source, documents
+        self.source = source
+        self.documents = documents
         self._known: dict[str, Sketched | Exception] = {}
 
     def make(self, runs: list[tuple[Run, int]]) -> None:
-        """Makes those that are missing, several at once."""
+        """Makes the missing sketches, several at once."""
         missing = {self._key(run, ranks): (run, ranks) for run, ranks in runs}
-        missing = {key: one for key, one in missing.items() if key not in self._known}
+        missing = {key: entry for key, entry in missing.items() if key not in self._known}
         self._known |= dict(zip(missing, sketch_all(self.source, list(missing.values()), self.documents), strict=True))
 
     def __call__(self, source: ModelSource, run: Run, ranks: int) -> Sketched:
         self.make([(run, ranks)])
-        found = self._known[self._key(run, ranks)]
-        if isinstance(found, Exception):
-            raise found
-        return found
+        result = self._known[self._key(run, ranks)]
+        if isinstance(result, Exception):
+            raise result
+        return result
 
     @staticmethod
     def _key(run: Run, ranks: int) -> str:

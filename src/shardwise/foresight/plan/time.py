@@ -57,7 +57,7 @@ CONTENTION = 0.15  # of hidden communication: its kernels take some of the devic
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of one step of a rank, by what they go to. `seconds` is their sum."""
+    """Seconds of one step of a rank, by what they are spent on."""
 
     forward: float
     backward: float
@@ -73,17 +73,18 @@ class StepTime:
 
     @property
     def seconds(self) -> float:
+        """Total seconds of the step."""
         parts = (self.forward, self.backward, self.update, self.waiting, self.model_axes, self.data_axis)
         return sum(parts) + self.offload + self.bubble
 
     def parts(self) -> dict[str, float]:
-        """What the sum consists of."""
+        """Returns the seconds by part; they add up to `seconds`."""
         names = ("forward", "backward", "update", "waiting", "model_axes", "data_axis", "offload", "bubble")
         return {name: getattr(self, name) for name in names}
 
 
 def step_time(tally: Tally, run: Run, cluster: Cluster, micro_batches: int, fp8: bool = False) -> StepTime:
-    """A step of as many micro-batches as the run has, from a tally of fewer. Without a pipeline."""
+    """Returns the time of a step of `micro_batches`, from a tally of fewer, without a pipeline."""
     device = cluster.device
     compute = {"forward": 0.0, "backward": 0.0, "update": 0.0}
     for counts, times in ((tally.work, micro_batches), (tally.work_once, 1)):
@@ -98,40 +99,42 @@ def step_time(tally: Tally, run: Run, cluster: Cluster, micro_batches: int, fp8:
     total = sum(compute.values())
     waiting = blended(total, host) - total
     axes, data, wire = _communication(tally, run, cluster, micro_batches)
-    exposed, hidden = 0.0, 0.0
+    exposed = 0.0
+    hidden = 0.0
     for phase, spent in data.items():
-        room = (compute[phase] + axes.get(phase, 0.0)) if phase != "update" else 0.0
-        first = spent / max(1.0, (tally.layers + 1) * micro_batches) if room else 0.0
-        shown = max(first, spent - room) if room else spent
-        exposed, hidden = exposed + shown + CONTENTION * (spent - shown), hidden + spent - shown
-    moved = _offloaded(tally, run, cluster, micro_batches, sum(compute.values()))
+        overlappable = (compute[phase] + axes.get(phase, 0.0)) if phase != "update" else 0.0
+        first = spent / max(1.0, (tally.layers + 1) * micro_batches) if overlappable else 0.0
+        not_hidden = max(first, spent - overlappable) if overlappable else spent
+        exposed = exposed + not_hidden + CONTENTION * (spent - not_hidden)
+        hidden = hidden + spent - not_hidden
+    offload = _offloaded(tally, run, cluster, micro_batches, sum(compute.values()))
     return StepTime(
-        compute["forward"], compute["backward"], compute["update"], waiting, sum(axes.values()), exposed, moved,
+        compute["forward"], compute["backward"], compute["update"], waiting, sum(axes.values()), exposed, offload,
         hidden=hidden, host=host, wire=wire,
     )  # fmt: skip
 
 
 def _resident(trained: float, run: Run, micro_batches: int) -> float:
-    """Bytes that the fused update of split weights moves, whose rehearsal is of its plain reference."""
+    """Bytes that the fused update of split weights moves; the rehearsal runs its plain reference instead."""
     gradient = 4 if micro_batches > 1 else 2
     return trained * (2 * gradient + 2 * (4 + state_bytes(run.train)))  # the gradient for its norm too
 
 
 def blended(device: float, host: float) -> float:
-    """Seconds of what both have a part in."""
+    """Returns the seconds of work that device and host overlap in part."""
     return float((max(0.0, device) ** BLEND + max(0.0, host) ** BLEND) ** (1 / BLEND))
 
 
 @lru_cache(maxsize=1 << 16)
 def kernel(work: OperatorWork, device: Device, compiled: bool = False, fp8: bool = False) -> float:
-    """Seconds of one operator."""
+    """Returns the seconds of one operator on a device."""
     half = work.dtype in ("bfloat16", "float16")
     precision = {"bfloat16": "bf16", "float16": "fp16"}.get(work.dtype, "fp32")
-    moved = work.bytes / _stream(device)
+    traffic = work.bytes / _stream(device)
     name = work.operator
     if "attn" in name or "attention" in name:
         rate = device.flops("fp32") * ATTENTION_FP32 if not half else _attention(work, device)
-        return max(work.flops / rate, moved, device.launch)
+        return max(work.flops / rate, traffic, device.launch)
     if work.flops:
         rate = _matmul(device, precision) if half else device.flops(precision)
         if name in GROUPED_PRODUCTS:
@@ -142,19 +145,20 @@ def kernel(work: OperatorWork, device: Device, compiled: bool = False, fp8: bool
         elif half:
             if fp8 and min(work.largest, default=0) >= 1024 and not name.startswith("lora"):
                 # Scaling reads and writes both operands once more.
-                rate, moved = _matmul(device, "fp8") * 0.75, moved * 1.5
+                rate = _matmul(device, "fp8") * 0.75
+                traffic = traffic * 1.5
             rate *= _shape(work.largest)
         if name.startswith("lora_linear"):
-            return max(work.flops / rate + UNPACKED * moved, device.launch)
+            return max(work.flops / rate + UNPACKED * traffic, device.launch)
         if name == LORA_FLOAT8:  # the product, then a pass over its result
-            return max(work.flops / rate + moved, device.launch)
-        return max(work.flops / rate, moved, device.launch)
+            return max(work.flops / rate + traffic, device.launch)
+        return max(work.flops / rate, traffic, device.launch)
     if device.kind != "cpu" and work.bytes < CACHE:
-        moved *= CACHED
+        traffic *= CACHED
     if not compiled and (name == "aminmax" or (name == "clone" and work.dtype.startswith("float8"))):
-        moved *= TURNED
+        traffic *= TURNED
     fused = compiled and work.phase != "update" and name not in (*COMMUNICATION, *OURS) and not name.startswith("_f")
-    return max(moved * (COMPILED if fused else 1.0), device.launch)
+    return max(traffic * (COMPILED if fused else 1.0), device.launch)
 
 
 def _stream(device: Device) -> float:
@@ -163,8 +167,8 @@ def _stream(device: Device) -> float:
 
 
 def _matmul(device: Device, precision: str) -> float:
-    reached = device.flops(precision)
-    return max(reached, min(MATMUL * reached, MOST * device.peak[device.computes(precision)]))
+    measured = device.flops(precision)
+    return max(measured, min(MATMUL * measured, MOST * device.peak[device.computes(precision)]))
 
 
 def _attention(work: OperatorWork, device: Device) -> float:
@@ -175,24 +179,24 @@ def _attention(work: OperatorWork, device: Device) -> float:
 
 
 def _wide(sides: tuple[int, ...]) -> float:
-    """Grouped products were measured with experts of 768; wider ones are taken to run better by the root of it."""
+    """Grouped products were measured with experts of 768; wider ones are assumed faster by the square root."""
     return min(2.5, max(1.0, (min(sides[1:]) / 768) ** 0.5)) if len(sides) == 3 else 1.0
 
 
 def _shape(sides: tuple[int, ...]) -> float:
     if not sides:
         return 1.0
-    short = min(sides)
-    return short / (short + SHORT) * (ODD if any(side % 8 for side in sides) else 1.0)
+    shortest = min(sides)
+    return shortest / (shortest + SHORT) * (ODD if any(side % 8 for side in sides) else 1.0)
 
 
 def _host(tally: Tally, compiled: bool, micro_batches: int, fused: bool) -> float:
-    spent = 0.0
+    seconds = 0.0
     for counts, times in ((tally.work, micro_batches), (tally.work_once, 1)):
         counted = {work: count for work, count in counts.items() if not fused or work.phase != "update"}
-        spent += times * sum(HOST.get(work.phase, HOST["update"]) * count for work, count in counted.items())
-    spent += micro_batches * sum(HOST[what] * tally.calls.get(what, 0.0) for what in ("view", "module"))
-    return max(0.0, spent) * (HOST_COMPILED if compiled else 1.0)
+        seconds += times * sum(HOST.get(work.phase, HOST["update"]) * count for work, count in counted.items())
+    seconds += micro_batches * sum(HOST[kind] * tally.calls.get(kind, 0.0) for kind in ("view", "module"))
+    return max(0.0, seconds) * (HOST_COMPILED if compiled else 1.0)
 
 
 def _communication(
@@ -203,21 +207,21 @@ def _communication(
     data: dict[str, float] = {}
     wire: dict[str, float] = {}
     for counts, times in ((tally.wire, micro_batches), (tally.wire_once, 1)):
-        for (phase, called, ranks, size), count in counts.items():
-            kind = called if called in KINDS else "send"
-            if called.startswith("recv"):
+        for (phase, operator, ranks, size), count in counts.items():
+            kind = operator if operator in KINDS else "send"
+            if operator.startswith("recv"):
                 continue  # the other end of somebody's send
             tensor = size / 2 if kind == "all_reduce" else size
-            spent = count * times * wire_seconds(kind, tensor, len(ranks), _per_node(ranks, cluster), cluster)
+            seconds = count * times * wire_seconds(kind, tensor, len(ranks), _per_node(ranks, cluster), cluster)
             axis = _axis(kind, ranks, run)
             wire[axis] = wire.get(axis, 0.0) + count * times * size
-            place = data if axis == "data" else axes
-            place[phase] = place.get(phase, 0.0) + spent
+            by_phase = data if axis == "data" else axes
+            by_phase[phase] = by_phase.get(phase, 0.0) + seconds
     return axes, data, wire
 
 
 def _axis(kind: str, ranks: tuple[int, ...], run: Run) -> str:
-    """Which axis a group lies along; what is waited for is told apart from what is hidden."""
+    """Which mesh axis a group lies along: blocking and overlapped communication are counted separately."""
     parallel = run.parallel
     stride = ranks[1] - ranks[0] if len(ranks) > 1 else 1
     if parallel.tensor > 1 and len(ranks) == parallel.tensor and stride == 1:
@@ -232,7 +236,7 @@ def _per_node(ranks: tuple[int, ...], cluster: Cluster) -> int:
 
 
 def states_seconds(size: float, place: str, cluster: Cluster) -> float:
-    """To bring states to the device and back: both ways at once over the link, one after the other on a disk."""
+    """Seconds to move states to the device and back: at once over the link, one after the other on disk."""
     over_link = size / cluster.device.host_link
     if place == "cpu":
         return over_link
@@ -240,23 +244,25 @@ def states_seconds(size: float, place: str, cluster: Cluster) -> float:
 
 
 def weights_seconds(size: float, place: str, cluster: Cluster) -> float:
-    """To bring weights to the device."""
+    """Seconds to move weights to the device."""
     over_link = size / cluster.device.host_link
     return over_link if place == "cpu" else max(over_link, size * cluster.per_node / cluster.disk_read)
 
 
 def _offloaded(tally: Tally, run: Run, cluster: Cluster, micro_batches: int, compute: float) -> float:
-    """Seconds that states, weights and activations are under way and the computation does not hide."""
-    offload, trained, spent = run.offload, tally.trained, 0.0
+    """Seconds of moving states, weights and activations that the computation does not hide."""
+    offload = run.offload
+    trained = tally.trained
+    seconds = 0.0
     if offload.optimizer != "none":
         ratio = 1.0 if offload.ratio == "auto" else float(offload.ratio)
         size = trained * ratio * (state_bytes(run.train) + 2)  # and the low half of the masters, each way
-        hidden = offloaded_share(offload, run.precision, run.train.clip)
-        spent += states_seconds(size, offload.optimizer, cluster) * (1 - hidden)
+        hidden = offloaded_share(offload, run.precision, run.train.max_grad_norm)
+        seconds += states_seconds(size, offload.optimizer, cluster) * (1 - hidden)
     if offload.parameters != "none":
         passes = 3 if run.recompute == "full" else 2
         size = micro_batches * passes * 2 * trained  # this rank's shard, for each pass of each micro-batch
-        spent += max(0.0, weights_seconds(size, offload.parameters, cluster) - compute)
+        seconds += max(0.0, weights_seconds(size, offload.parameters, cluster) - compute)
     if offload.activations != "none":
-        spent += max(0.0, 2 * tally.kept / cluster.device.host_link - compute)
-    return spent
+        seconds += max(0.0, 2 * tally.kept / cluster.device.host_link - compute)
+    return seconds

@@ -1,4 +1,4 @@
-"""One step as a picture: what computes and what is sent, in lanes; of a pipeline, every stage and micro-batch."""
+"""One step as a picture: computation and communication in lanes; for a pipeline, every stage and micro-batch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ WIDTH, LEFT = 1160, 128
 
 @dataclass(frozen=True)
 class Box:
-    """Something that goes on in a lane from one second to another."""
+    """A bar in a lane of the timeline, from one second to another."""
 
     lane: int
     begin: float
@@ -23,28 +23,28 @@ class Box:
     name: str
 
 
-def lanes(found: Estimate, layers: int) -> str:
-    """Computation, communication and offload of one rank."""
-    boxes = _step(found, layers)
+def lanes(estimate: Estimate, layers: int) -> str:
+    """Returns an SVG of computation, communication and offload of one rank."""
+    boxes = _step(estimate, layers)
     names = ["computation", "model axes", "data axis", "host and disk"]
-    used = [n for n in range(len(names)) if any(box.lane == n for box in boxes)]
+    used = sorted({box.lane for box in boxes})
     end = max([1e-9, *(box.end for box in boxes)])
     shapes = []
-    for at, lane in enumerate(used):
-        y = 8 + at * 38
+    for index, lane in enumerate(used):
+        y = 8 + index * 38
         shapes.append(f'<text class="lane" x="{LEFT - 10}" y="{y + 19}" text-anchor="end">{names[lane]}</text>')
         shapes.append(f'<rect class="idle" x="{LEFT}" y="{y}" width="{WIDTH - LEFT - 8}" height="28"/>')
-        shapes += [_drawn(box, y, 28, end) for box in boxes if box.lane == lane]
+        shapes += [_draw(box, y, 28, end) for box in boxes if box.lane == lane]
     bottom = 8 + len(used) * 38
     for share in (0.0, 0.25, 0.5, 0.75, 1.0):
         x = LEFT + share * (WIDTH - LEFT - 8)
         anchor = {0.0: "start", 1.0: "end"}.get(share, "middle")
-        place = f'x="{x:.0f}" y="{bottom + 12}" text-anchor="{anchor}"'
-        shapes.append(f'<text class="tick" {place}>{seconds(share * end) if share else "0 s"}</text>')
-    spent: dict[str, float] = {}
+        position = f'x="{x:.0f}" y="{bottom + 12}" text-anchor="{anchor}"'
+        shapes.append(f'<text class="tick" {position}>{seconds(share * end) if share else "0 s"}</text>')
+    kind_seconds: dict[str, float] = {}
     for box in boxes:
-        spent[box.kind] = spent.get(box.kind, 0.0) + box.end - box.begin
-    kinds = {kind for kind, time in spent.items() if time > 0.001 * end}  # what can be seen
+        kind_seconds[box.kind] = kind_seconds.get(box.kind, 0.0) + box.end - box.begin
+    kinds = {kind for kind, time in kind_seconds.items() if time > 0.001 * end}  # what can be seen
     keys = legend(
         [(kind, name) for kind, name in TIME.values() if kind in kinds]
         + ([("t6 soft", "ZeRO, beside the computation")] if "t6 soft" in kinds else [])
@@ -53,98 +53,105 @@ def lanes(found: Estimate, layers: int) -> str:
     return f'{keys}<svg viewBox="0 0 {WIDTH} {bottom + 20}" role="img" aria-label="{label}">{"".join(shapes)}</svg>'
 
 
-def _drawn(box: Box, y: float, tall: float, end: float) -> str:
+def _draw(box: Box, y: float, height: float, end: float) -> str:
     scale = (WIDTH - LEFT - 8) / end
-    x, wide = LEFT + box.begin * scale, (box.end - box.begin) * scale
-    if wide < 0.05:
+    x = LEFT + box.begin * scale
+    width = (box.end - box.begin) * scale
+    if width < 0.05:
         return ""
     title = f"{box.name}: {seconds(box.end - box.begin)}"
-    gap = 0.5 if wide > 3 else 0.0
+    gap = 0.5 if width > 3 else 0.0
     return (
-        f'<rect class="{box.kind}" x="{x + gap / 2:.2f}" y="{y}" width="{wide - gap:.2f}" height="{tall}">'
+        f'<rect class="{box.kind}" x="{x + gap / 2:.2f}" y="{y}" width="{width - gap:.2f}" height="{height}">'
         f"<title>{text(title)}</title></rect>"
     )
 
 
-def _step(found: Estimate, layers: int) -> list[Box]:
-    """The parts of the step time in the order in which they come; sums are exact, places within a pass are drawn."""
-    time, count = found.time, min(found.micro_batches, MOST_BATCHES)
-    zero = found.run.parallel.zero
+def _step(estimate: Estimate, layers: int) -> list[Box]:
+    """The parts of the step time in order; totals are exact, positions within a pass are schematic."""
+    time = estimate.time
+    count = min(estimate.micro_batches, MOST_BATCHES)
+    zero = estimate.run.parallel.zero
     boxes: list[Box] = []
-    now = 0.0
+    clock = 0.0
 
-    def put(lane: int, spent: float, kind: str, name: str) -> None:
-        nonlocal now
+    def add(lane: int, spent: float, kind: str, name: str) -> None:
+        nonlocal clock
         if spent > 0:
-            boxes.append(Box(lane, now, now + spent, kind, name))
-            now += spent
+            boxes.append(Box(lane, clock, clock + spent, kind, name))
+            clock += spent
 
     passes = [(time.forward, "t1", "forward", zero == 3), (time.backward, "t2", "backward", True)]
     total = time.forward + time.backward or 1.0
-    room = sum(spent for spent, _, _, beside in passes if beside) or 1.0
+    overlappable = sum(spent for spent, _, _, overlaps in passes if overlaps) or 1.0
     slices = max(1, min(layers, SLICES // (2 * count)))
-    put(0, time.bubble / 2, "t8", "idle until the first micro-batch arrives")
-    put(2, time.data_axis / 2, "t6", "first gather, and what gathers take from the computation")
+    add(0, time.bubble / 2, "t8", "idle until the first micro-batch arrives")
+    add(2, time.data_axis / 2, "t6", "first gather, and what gathers take from the computation")
     for number in range(count):
-        for spent, kind, name, beside in passes:
+        for spent, kind, name, overlaps in passes:
             share = spent / total / count
-            begin = now
-            each, exchange = spent / count / slices, time.model_axes * share / slices
+            begin = clock
+            slice_seconds = spent / count / slices
+            exchange = time.model_axes * share / slices
             for _ in range(slices if exchange else 1):
-                put(0, each if exchange else spent / count, kind, f"{name} of micro-batch {number + 1}")
-                put(1, exchange, "t5", "exchange along tensor, context, expert or pipeline")
-            if beside and time.hidden and (zero >= 2 or number == count - 1):
+                add(0, slice_seconds if exchange else spent / count, kind, f"{name} of micro-batch {number + 1}")
+                add(1, exchange, "t5", "exchange along tensor, context, expert or pipeline")
+            if overlaps and time.hidden and (zero >= 2 or number == count - 1):
                 times = count if zero >= 2 else 1
-                part = min(now - begin, time.hidden * spent / room / times) / slices
+                part = min(clock - begin, time.hidden * spent / overlappable / times) / slices
                 for at in range(slices):
-                    start = begin + at * (now - begin) / slices
+                    start = begin + at * (clock - begin) / slices
                     boxes.append(
                         Box(2, start, start + part, "t6 soft", "gathers and reductions beside the computation")
                     )
-            put(0, time.waiting * share, "t4", "the host asks for kernels more slowly than they run")
-    put(2, time.data_axis / 2, "t6", "last reduction")
-    put(0, time.bubble / 2, "t8", "idle until the last stage is done")
-    put(3, time.offload, "t7", "states and weights to and from the host or disk")
-    put(0, time.update, "t3", "update")
+            add(0, time.waiting * share, "t4", "the host asks for kernels more slowly than they run")
+    add(2, time.data_axis / 2, "t6", "last reduction")
+    add(0, time.bubble / 2, "t8", "idle until the last stage is done")
+    add(3, time.offload, "t7", "states and weights to and from the host or disk")
+    add(0, time.update, "t3", "update")
     return boxes
 
 
-def pipeline(found: Estimate) -> tuple[str, str]:
-    """All stages over a step, and a sentence about the picture."""
-    parallel, time = found.run.parallel, found.time
-    stages, count = min(parallel.pipeline, MOST_STAGES), min(found.micro_batches, MOST_BATCHES)
-    chunks = (parallel.chunks or 2) if parallel.schedule == "interleaved" else 1
-    inner = time.waiting + time.model_axes
+def pipeline(estimate: Estimate) -> tuple[str, str]:
+    """Returns an SVG of all stages over a step, and its caption."""
+    parallel = estimate.run.parallel
+    time = estimate.time
+    stages = min(parallel.pipeline, MOST_STAGES)
+    count = min(estimate.micro_batches, MOST_BATCHES)
+    chunks = (parallel.virtual_stages or 2) if parallel.pipeline_schedule == "interleaved" else 1
+    exposed = time.waiting + time.model_axes
     total = time.forward + time.backward or 1.0
-    forward = (time.forward + inner * time.forward / total) / found.micro_batches
-    backward = (time.backward + inner * time.backward / total) / found.micro_batches
+    forward = (time.forward + exposed * time.forward / total) / estimate.micro_batches
+    backward = (time.backward + exposed * time.backward / total) / estimate.micro_batches
     boxes = schedule(stages, count, chunks, forward, backward)
     end = max(box.end for box in boxes)
-    tall = 26 if stages <= 8 else 20
+    height = 26 if stages <= 8 else 20
     shapes = []
     for stage in range(stages):
-        y = 6 + stage * (tall + 4)
-        place = f'x="{LEFT - 10}" y="{y + tall - 8}" text-anchor="end"'
-        shapes.append(f'<text class="lane" {place}>stage {stage + 1}</text>')
-        place = f'x="{LEFT}" y="{y}" width="{WIDTH - LEFT - 8}" height="{tall}"'
-        shapes.append(f'<rect class="t8" {place}><title>idle</title></rect>')
+        y = 6 + stage * (height + 4)
+        position = f'x="{LEFT - 10}" y="{y + height - 8}" text-anchor="end"'
+        shapes.append(f'<text class="lane" {position}>stage {stage + 1}</text>')
+        position = f'x="{LEFT}" y="{y}" width="{WIDTH - LEFT - 8}" height="{height}"'
+        shapes.append(f'<rect class="t8" {position}><title>idle</title></rect>')
         for box in boxes:
             if box.lane == stage:
-                shapes.append(_drawn(box, y, tall, end))
+                shapes.append(_draw(box, y, height, end))
                 x, wide = _place(box, end)
                 number = box.name.split()[-1]
                 if wide > 9 * len(number):
-                    shapes.append(f'<text class="batch" x="{x + wide / 2:.1f}" y="{y + tall / 2 + 4}">{number}</text>')
-    high = 10 + stages * (tall + 4)
+                    shapes.append(
+                        f'<text class="batch" x="{x + wide / 2:.1f}" y="{y + height / 2 + 4}">{number}</text>'
+                    )
+    total_height = 10 + stages * (height + 4)
     keys = legend([("t1", "forward"), ("t2", "backward"), ("t8", "idle")])
     label = 'role="img" aria-label="stages of the pipeline"'
-    svg = f'{keys}<svg viewBox="0 0 {WIDTH} {high}" {label}>{"".join(shapes)}</svg>'
+    svg = f'{keys}<svg viewBox="0 0 {WIDTH} {total_height}" {label}>{"".join(shapes)}</svg>'
     idle = 1 - count * (forward + backward) / end
-    drawn = "interleaved" if len(boxes) > 2 * stages * count else "1f1b"
-    words = f"{drawn}: {stages} stages, {count} micro-batches, {idle:.0%} idle as drawn"
-    if stages < parallel.pipeline or count < found.micro_batches:
-        words += f" (cut: it has {parallel.pipeline} stages and {found.micro_batches} micro-batches a step)"
-    return svg, f"{words}. Numbers are micro-batches; exchange and waiting are part of each box."
+    schedule_name = "interleaved" if len(boxes) > 2 * stages * count else "1f1b"
+    caption = f"{schedule_name}: {stages} stages, {count} micro-batches, {idle:.0%} idle as drawn"
+    if stages < parallel.pipeline or count < estimate.micro_batches:
+        caption += f" (cut: it has {parallel.pipeline} stages and {estimate.micro_batches} micro-batches a step)"
+    return svg, f"{caption}. Numbers are micro-batches; exchange and waiting are part of each box."
 
 
 def _place(box: Box, end: float) -> tuple[float, float]:
@@ -153,46 +160,51 @@ def _place(box: Box, end: float) -> tuple[float, float]:
 
 
 def schedule(stages: int, count: int, chunks: int, forward: float, backward: float) -> list[Box]:
-    """1F1B, or interleaved with several chunks of blocks per stage; each pass begins when what it needs is there."""
+    """Returns the boxes of 1F1B, or of the interleaved schedule with several chunks of blocks per stage.
+
+    Each pass begins as soon as its inputs are available.
+    """
     orders = [_order(stage, stages, count, chunks) for stage in range(stages)]
     done: dict[tuple[str, int, int], float] = {}  # pass, chunk of the whole model, micro-batch
-    free = [0.0] * stages
+    free_at = [0.0] * stages
     boxes: list[Box] = []
     while any(orders):
-        moved = False
+        progressed = False
         for stage, order in enumerate(orders):
             while order:
-                way, chunk, batch = order[0]
-                place = chunk * stages + stage
+                direction, chunk, batch = order[0]
+                position = chunk * stages + stage
                 last = stages * chunks - 1
-                if way == "F":
-                    needs = ("F", place - 1, batch) if place else None
+                if direction == "F":
+                    needs = ("F", position - 1, batch) if position else None
                 else:
-                    needs = ("B", place + 1, batch) if place < last else ("F", place, batch)
+                    needs = ("B", position + 1, batch) if position < last else ("F", position, batch)
                 if needs is not None and needs not in done:
                     break
-                begin = max(free[stage], done[needs] if needs else 0.0)
-                end = begin + (forward if way == "F" else backward) / chunks
-                done[way, place, batch] = free[stage] = end
-                name = f"{'forward' if way == 'F' else 'backward'} of micro-batch {batch + 1}"
-                boxes.append(Box(stage, begin, end, "t1" if way == "F" else "t2", name))
+                begin = max(free_at[stage], done[needs] if needs else 0.0)
+                end = begin + (forward if direction == "F" else backward) / chunks
+                done[direction, position, batch] = free_at[stage] = end
+                name = f"{'forward' if direction == 'F' else 'backward'} of micro-batch {batch + 1}"
+                boxes.append(Box(stage, begin, end, "t1" if direction == "F" else "t2", name))
                 order.pop(0)
-                moved = True
-        if not moved:  # a last group that the stages do not divide: an order that always works
+                progressed = True
+        if not progressed:  # a last group that the stages do not divide: an order that always works
             return schedule(stages, count, 1, forward, backward)
     return boxes
 
 
 def _order(stage: int, stages: int, count: int, chunks: int) -> list[tuple[str, int, int]]:
-    """What a stage does, in order: forward or backward, its chunk, the micro-batch."""
-    groups = [range(at, min(at + stages, count)) for at in range(0, count, stages)] if chunks > 1 else [range(count)]
-    ahead = [("F", chunk, batch) for group in groups for chunk in range(chunks) for batch in group]
-    back = [("B", chunk, batch) for group in groups for chunk in reversed(range(chunks)) for batch in group]
-    warm = stages - stage - 1
+    """The passes of a stage in order: forward or backward, chunk, micro-batch."""
+    groups = (
+        [range(step, min(step + stages, count)) for step in range(0, count, stages)] if chunks > 1 else [range(count)]
+    )
+    forwards = [("F", chunk, batch) for group in groups for chunk in range(chunks) for batch in group]
+    backwards = [("B", chunk, batch) for group in groups for chunk in reversed(range(chunks)) for batch in group]
+    warmup = stages - stage - 1
     if chunks > 1:
-        warm = 2 * warm + (chunks - 1) * stages
-    warm = min(warm, len(ahead))
-    order = ahead[:warm]
-    for at in range(len(ahead) - warm):
-        order += [ahead[warm + at], back[at]]
-    return order + back[len(ahead) - warm :]
+        warmup = 2 * warmup + (chunks - 1) * stages
+    warmup = min(warmup, len(forwards))
+    order = forwards[:warmup]
+    for step in range(len(forwards) - warmup):
+        order += [forwards[warmup + step], backwards[step]]
+    return order + backwards[len(forwards) - warmup :]

@@ -1,4 +1,4 @@
-"""Whether a run is worth a prediction before it starts; asked of every run, so nothing heavy is imported here."""
+"""Decides whether a run is worth a prediction before it starts; runs for every job, so nothing heavy is imported."""
 
 from __future__ import annotations
 
@@ -11,12 +11,15 @@ REHEARSED = ("causal", "seq2seq", "masked")
 
 
 def worth_predicting(run: Run, ranks: int, trained: int, frozen: int) -> bool:
-    """A GPU's run always; a CPU's, where a prediction takes as long as a small run, if its states may not fit."""
+    """Whether to predict a run: always on GPU, on CPU only if its states may not fit.
+
+    On CPU a prediction takes as long as a small run.
+    """
     if run.objective == "auto" or run.objective.type not in REHEARSED:
         return False
     if run.device != "cpu":
         return True
-    pieces = run.parallel.pipeline * run.parallel.tensor
-    held = held_by_place(run, trained // pieces, max(1, ranks // pieces), frozen // pieces)
-    here = ranks if run.ranks == "auto" else int(run.ranks)
-    return sum(held.get("device", {}).values()) * here > NEAR * usable_memory()
+    shards = run.parallel.pipeline * run.parallel.tensor
+    held = held_by_place(run, trained // shards, max(1, ranks // shards), frozen // shards)
+    local_ranks = ranks if run.ranks == "auto" else int(run.ranks)
+    return sum(held.get("device", {}).values()) * local_ranks > NEAR * usable_memory()

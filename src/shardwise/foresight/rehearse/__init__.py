@@ -1,1 +1,1 @@
-"""The real set-up and the real step of any rank of a world of any size, on tensors without memory."""
+"""Rehearsal: the real set-up and the real step of any rank of a world of any size, on fake tensors without memory."""

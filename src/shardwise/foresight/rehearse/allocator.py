@@ -1,9 +1,9 @@
-"""What PyTorch's caching allocator makes of a step: bytes handed out, and bytes kept from the device (reserved).
+"""Simulates PyTorch's caching allocator over a step: bytes allocated, and bytes reserved from the device.
 
 [Note: caching] Sizes are rounded up to 512 bytes. Up to 1 MiB comes out of segments of 2 MiB, less than 10 MiB out of
 segments of 20 MiB, more out of a segment of its own, in steps of 2 MiB. The smallest free block that is large enough is
-taken and cut, but for a rest of up to 1 MiB (512 bytes among small ones), which goes along and counts as handed out.
-Freed blocks join free neighbours of their segment. Streams do not share segments.
+taken and split, unless the remainder is up to 1 MiB (512 bytes among small ones): then it counts as allocated too.
+Freed blocks merge with free neighbours of their segment. Streams do not share segments.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class _Piece:
 
 @dataclass
 class Allocator:
-    """The allocator of one device."""
+    """Simulated caching allocator of one device."""
 
     reserved: int = 0
     allocated: int = 0
@@ -42,60 +42,66 @@ class Allocator:
     _end: int = 0
 
     def take(self, number: int, size: int, stream: str = "") -> None:
-        """A block of at least `size` bytes, by a number of the caller's."""
+        """Allocates a block of at least `size` bytes under the caller's `number`."""
         size = max(STEP, -(-size // STEP) * STEP)
         pool = (stream, size <= SMALL)
-        piece = self._found(pool, size) or self._segment(size)
-        rest = piece.size - size
-        if rest >= STEP if pool[1] else rest > SMALL:
-            other = _Piece(piece.start + size, rest, True, piece, piece.after)
+        piece = self._best_fit(pool, size) or self._segment(size)
+        remainder = piece.size - size
+        if remainder >= STEP if pool[1] else remainder > SMALL:
+            other = _Piece(piece.start + size, remainder, True, piece, piece.after)
             if piece.after is not None:
                 piece.after.before = other
-            piece.size, piece.after = size, other
-            self._offer(other, pool)
+            piece.size = size
+            piece.after = other
+            self._add_free(other, pool)
         piece.free = False
         self._used[number] = piece, pool
         self.allocated += piece.size
         self.most_allocated = max(self.most_allocated, self.allocated)
 
     def give(self, number: int) -> None:
-        """Gives a block back."""
+        """Frees a block."""
         piece, pool = self._used.pop(number)
         self.allocated -= piece.size
         for other in (piece.before, piece.after):
             if other is not None and other.free:
-                self._withdraw(other, pool)
-                piece = _joined(piece, other)
+                self._remove_free(other, pool)
+                piece = _merged(piece, other)
         piece.free = True
-        self._offer(piece, pool)
+        self._add_free(piece, pool)
 
-    def _found(self, pool: tuple[str, bool], size: int) -> _Piece | None:
+    def _best_fit(self, pool: tuple[str, bool], size: int) -> _Piece | None:
         free = self._free.setdefault(pool, [])
-        at = bisect_left(free, (size, -1))
-        if at == len(free):
+        index = bisect_left(free, (size, -1))
+        if index == len(free):
             return None
-        _, start = free.pop(at)
+        _, start = free.pop(index)
         return self._pieces.pop(start)
 
     def _segment(self, size: int) -> _Piece:
-        whole = 2 * MIB if size <= SMALL else 20 * MIB if size < MIDDLE else -(-size // (2 * MIB)) * 2 * MIB
-        self.reserved += whole
+        if size <= SMALL:
+            segment_size = 2 * MIB
+        elif size < MIDDLE:
+            segment_size = 20 * MIB
+        else:
+            segment_size = -(-size // (2 * MIB)) * 2 * MIB
+        self.reserved += segment_size
         self.most_reserved = max(self.most_reserved, self.reserved)
-        piece = _Piece(self._end, whole)
-        self._end += whole
+        piece = _Piece(self._end, segment_size)
+        self._end += segment_size
         return piece
 
-    def _offer(self, piece: _Piece, pool: tuple[str, bool]) -> None:
+    def _add_free(self, piece: _Piece, pool: tuple[str, bool]) -> None:
         insort(self._free.setdefault(pool, []), (piece.size, piece.start))
         self._pieces[piece.start] = piece
 
-    def _withdraw(self, piece: _Piece, pool: tuple[str, bool]) -> None:
+    def _remove_free(self, piece: _Piece, pool: tuple[str, bool]) -> None:
         free = self._free[pool]
         del free[bisect_left(free, (piece.size, piece.start))]
         del self._pieces[piece.start]
 
 
-def _joined(a: _Piece, b: _Piece) -> _Piece:
+def _merged(a: _Piece, b: _Piece) -> _Piece:
     first, second = (a, b) if a.start < b.start else (b, a)
     first.size += second.size
     first.after = second.after
@@ -106,7 +112,7 @@ def _joined(a: _Piece, b: _Piece) -> _Piece:
 
 @dataclass(frozen=True)
 class Event:
-    """A block comes (size > 0) or goes."""
+    """Allocation (size > 0) or free of a block."""
 
     number: int
     size: int
@@ -114,15 +120,15 @@ class Event:
 
 
 def replay(held: Iterable[Event], step: list[Event], times: int = 2) -> Allocator:
-    """What is held, then a step again and again; the last time counts for `most_allocated`."""
-    found = Allocator()
+    """Allocates what is held, then replays the step `times` times; the last one counts for `most_allocated`."""
+    allocator = Allocator()
     for event in held:
-        found.take(event.number, event.size, event.stream)
+        allocator.take(event.number, event.size, event.stream)
     for _ in range(times):
-        found.most_allocated = found.allocated
+        allocator.most_allocated = allocator.allocated
         for event in step:
             if event.size:
-                found.take(event.number, event.size, event.stream)
+                allocator.take(event.number, event.size, event.stream)
             else:
-                found.give(event.number)
-    return found
+                allocator.give(event.number)
+    return allocator

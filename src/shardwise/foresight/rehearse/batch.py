@@ -1,4 +1,4 @@
-"""Batches of the shapes that a run's data will have, without the data."""
+"""Batches with the shapes of a run's data, without the data."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SHORT = 16  # tokens of that one
 
 
 class _DocumentReader:
-    """Every document is learned but for its first token; a document's index is its length."""
+    """Reader whose documents are trained on except for their first token; an index is a length."""
 
     source_count = 1
 
@@ -37,19 +37,19 @@ class _DocumentReader:
 
 
 def micro_batch(run: Run, rows: int, documents: int = 1) -> Any:
-    """Full rows, of `documents` each where rows are packed; every position is learned, the most there can be."""
+    """Returns full rows, with `documents` each if packed; every position is a loss token, the worst case."""
     width = run.data.sequence_length
     if purpose_of(run) == "causal":
         lengths = _lengths(width, documents, bool(run.data.packing))
-        each = np.array([(0, 0, length, length, 0) for length in lengths], DOCUMENT)
-        made = CausalLayout(0).collate(_DocumentReader(bool(run.data.packing)), [each] * rows, 0)
-        return replace(made, labels=torch.full_like(made.labels, FIRST))
+        row_documents = np.array([(0, 0, length, length, 0) for length in lengths], DOCUMENT)
+        batch = CausalLayout(0).collate(_DocumentReader(bool(run.data.packing)), [row_documents] * rows, 0)
+        return replace(batch, labels=torch.full_like(batch.labels, FIRST))
     ids = torch.full((rows, width), FIRST)
     return RowBatch(ids, torch.ones_like(ids), torch.full_like(ids, FIRST))
 
 
 def check_division(run: Run, documents: int) -> None:
-    """Whether rows can be divided into so many documents."""
+    """Raises an error if rows cannot be divided into this many documents."""
     width = run.data.sequence_length
     fits = documents == 1 or (run.data.packing and documents > 1 and width > 2 * SHORT and width % documents == 0)
     if not fits:
@@ -66,7 +66,7 @@ def _lengths(width: int, documents: int, packing: bool) -> list[int]:
 
 
 def step_batch(run: Run, micro_batches: int, documents: int = 1) -> StepBatch:
-    """What a rank gets in a step."""
+    """Returns the batch of one rank and step."""
     micro = micro_batch(run, int(run.train.micro_batch_size), documents)
     tokens = micro_batches * micro.input_ids.numel()
     return StepBatch([micro] * micro_batches, tokens, tokens, 0.0, (tokens,))

@@ -1,4 +1,4 @@
-"""Working files of a rehearsal: their sizes are noted, nothing is written."""
+"""Files of a rehearsal's disk offload: sizes are recorded, nothing is written."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shardwise.parallel.offload.pinned_memory import aligned
 
 @dataclass
 class NoFile:
-    """Stands for a DiskFile."""
+    """Stands in for a DiskFile."""
 
     size: int
     bytes_read: int = 0
@@ -22,36 +22,36 @@ class NoFile:
     direct: bool = True
 
     def read(self, offset: int, into: torch.Tensor) -> DiskTransfer:
-        """Has happened."""
+        """Counts the bytes read, and completes at once."""
         self.bytes_read += into.numel()
         return DiskTransfer(())
 
     def write(self, offset: int, source: torch.Tensor, after: Any = None) -> DiskTransfer:
-        """Has happened."""
+        """Counts the bytes written, and completes at once."""
         self.bytes_written += source.numel()
         return DiskTransfer(())
 
     def mapped(self, offset: int, size: int) -> torch.Tensor:
-        """Bytes that are not on the device."""
+        """Returns host memory in place of a mapped file."""
         return on_host(size)
 
     def flush(self) -> None:
-        """Nothing is there to be written."""
+        """Does nothing: no data is buffered."""
 
     def close(self) -> None:
-        """Nothing is there to be removed."""
+        """Does nothing: there is no file."""
 
 
 @dataclass
 class NoDisk:
-    """Stands for a DiskFolder."""
+    """Stands in for a DiskFolder."""
 
     files: list[NoFile] = field(default_factory=list)
 
     def create(self, name: str, size: int) -> NoFile:
-        """A file that takes no room."""
+        """Returns a file that takes no disk space."""
         self.files.append(NoFile(aligned(size)))
         return self.files[-1]
 
     def close(self) -> None:
-        """Nothing is there to be removed."""
+        """Does nothing: there are no files."""

@@ -78,10 +78,10 @@ class Alike(dict[Any, Any]):
 
 @dataclass
 class StepState:
-    """What `accumulate` wants of the training's parts."""
+    """What `accumulate` wants of the training's state."""
 
     sharded: Any
-    spread: Any
+    context: Any
     objective: Any
     scaler: Any
     update: Any
@@ -109,15 +109,15 @@ def rehearse(
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     with fake_world(run, rank, ranks) as world, acting(run.device), gpu_kernels(run.device), grouped_products():
         say("building the model")
-        parts, optimizer = set_up(source, run, world, fake, say)
+        state, optimizer = set_up(source, run, world, fake, say)
         per_rank = run.train.batch_size // world.layout.data // int(run.train.micro_batch_size)
         count = micro_batches or min(per_rank, max(ENOUGH, 2 * run.parallel.pipeline))
         batch = step_batch(run, count, documents)
-        pipeline = parts.spread.pipeline
+        pipeline = state.context.pipeline
         if pipeline is not None:
             pipeline._known = Alike() if known is None else known
         with fake:
-            tracker, held = watch(parts, optimizer, batch, say)
+            tracker, held = watch(state, optimizer, batch, say)
         place = {a: getattr(world.place, a) for a in ("pipeline", "data", "context", "tensor")}
     return Rehearsal(rank, ranks, place, tracker, count, held, time.perf_counter() - begun)
 
@@ -129,7 +129,7 @@ def set_up(
     fake: FakeTensorMode | None,
     say: Callable[[str], None] = lambda _: None,
 ) -> tuple[StepState, torch.optim.Optimizer]:
-    """A rank's parts of training, without data; in memory, uninitialised, where tensors are not fake."""
+    """A rank's state of training, without data; in memory, uninitialised, where tensors are not fake."""
     job = ResolvedRun(run, {}, source, None, None, None, Path(run.output))  # type: ignore[arg-type]
 
     def give_memory(model: Any, device: torch.device) -> None:
@@ -141,34 +141,34 @@ def set_up(
                         module._buffers[name] = fake.from_tensor(buffer)
 
     choose = None if fake is not None else partial(tune, run, world, say=say)
-    sharded, spread = build_model(job, world, give_memory=give_memory, choose=choose)
-    asked = UnshardedModel(spread.tiny if spread.tiny is not None else tiny_case(source).model().float())
+    sharded, context = build_model(job, world, give_memory=give_memory, choose=choose)
+    asked = UnshardedModel(context.tiny if context.tiny is not None else tiny_case(source).model().float())
     with acting("cpu"):
         vocabulary = vocabulary_size(asked.model)
         apart = check_documents(asked, vocabulary, job, asked.device, say)
-        objective = make_objective(job, world, sharded, apart, asked, say, spread.router_losses)
+        objective = make_objective(job, world, sharded, apart, asked, say, context.router_losses)
     with fake or nullcontext():
         disk: Any = NoDisk() if fake is not None else DiskFolder(job.offload_folder, world.rank, world.size)
         optimizer = build_optimizer(job, world, sharded, disk)
     if fake is not None:
-        _share_for_real(spread, fake)
+        _share_for_real(context, fake)
     scaler = LossScaler(world.device.type, run.loss_scale, enabled=run.precision == "fp16")
     accumulates = run.train.batch_size > int(run.train.micro_batch_size) * world.layout.data
     update = Update(
-        sharded, optimizer, scaler, run.train.clip, eager_share(run), accumulates, then=spread.after_step
+        sharded, optimizer, scaler, run.train.max_grad_norm, eager_share(run), accumulates, then=context.after_step
     )  # fmt: skip
-    return StepState(sharded, spread, objective, scaler, update, world, _OneSource()), optimizer
+    return StepState(sharded, context, objective, scaler, update, world, _OneSource()), optimizer
 
 
 def watch(
-    parts: StepState, optimizer: torch.optim.Optimizer, batch: StepBatch, say: Callable[[str], None] = lambda _: None
+    state: StepState, optimizer: torch.optim.Optimizer, batch: StepBatch, say: Callable[[str], None] = lambda _: None
 ) -> tuple[StepTracker, dict[str, int]]:
     """A step to warm up and one that is followed; with what is held between steps, by category. Fake or real."""
     say("warming up")
-    take_step(parts, replace(batch, micro_batches=batch.micro_batches[:1]) if parts.spread.pipeline is None else batch)
-    tracker = StepTracker(parts.sharded.model)
-    tracker.hold(list(parts.sharded.model.parameters()), "parameters")
-    tracker.hold(list(parts.sharded.model.buffers()), "buffers")
+    take_step(state, replace(batch, micro_batches=batch.micro_batches[:1]) if state.context.pipeline is None else batch)
+    tracker = StepTracker(state.sharded.model)
+    tracker.hold(list(state.sharded.model.parameters()), "parameters")
+    tracker.hold(list(state.sharded.model.buffers()), "buffers")
     tracker.hold([list(state.values()) for state in optimizer.state.values()], "optimizer")
     if isinstance(optimizer, OffloadedOptimizer):
         tracker.hold(optimizer.buffers(), "optimizer")
@@ -176,23 +176,23 @@ def watch(
     say("one step")
     tracker.peak, tracker.peak_time = tracker.now, tracker.time
     with tracker.follow():
-        take_step(parts, batch, tracker)
+        take_step(state, batch, tracker)
     return tracker, held
 
 
-def take_step(parts: StepState, batch: StepBatch, tracker: StepTracker | None = None) -> None:
+def take_step(state: StepState, batch: StepBatch, tracker: StepTracker | None = None) -> None:
     """Forward, backward and update, as the loop does them."""
     if tracker is not None:
         tracker.begin("step")
-    accumulate(parts, batch)  # type: ignore[arg-type]
+    accumulate(state, batch)  # type: ignore[arg-type]
     if tracker is not None:
         tracker.begin("update")
-    parts.update()
+    state.update()
 
 
-def _share_for_real(spread: Any, fake: FakeTensorMode) -> None:
+def _share_for_real(context: Any, fake: FakeTensorMode) -> None:
     """A rank's part of a batch is cut out of real tensors, whose values decide it, and goes on as fake ones."""
-    plain = spread.share
+    plain = context.share
 
     def share(batch: Any) -> Any:
         with unset_fake_temporarily():
@@ -200,7 +200,7 @@ def _share_for_real(spread: Any, fake: FakeTensorMode) -> None:
         values = {k: _faked(v, fake) for k, v in vars(shared).items()}
         return replace(shared, **values)
 
-    spread.share = share
+    context.share = share
 
 
 def _faked(value: Any, fake: FakeTensorMode) -> Any:

@@ -1,10 +1,10 @@
-"""Runs a function in a process of its own.
+"""Runs functions in processes of their own.
 
-Process groups and what DTensor remembers of them outlive a rehearsal: the next world would be taken for the last.
+Process groups and DTensor's caches of them outlive a rehearsal: the next world would be taken for the last.
 
-[Note: beside a GPU] CUDA does not outlive a fork, and much of torch asks a GPU that is there for its state. So where
-there is one, processes are forked by a helper that was started anew and sees none: a rehearsal is then the same
-everywhere. The helper lives as long as the process that it works for.
+[Note: beside a GPU] CUDA does not survive a fork, and much of torch queries a GPU that is present. So where there is
+one, processes are forked by a helper that was started fresh and sees none: a rehearsal is then the same everywhere. The
+helper lives as long as its parent process.
 """
 
 from __future__ import annotations
@@ -31,64 +31,68 @@ from shardwise.core.errors import RunFailed, UserError
 T = TypeVar("T")
 
 
-def apart(function: Callable[..., T], *args: Any) -> T:
-    """What the function returns, or the mistake it found; a failure of another kind is shown with its traceback."""
-    found = apart_all(function, [args], 1)[0]
-    if isinstance(found, BaseException):
-        raise found
-    return found
+def run_isolated(function: Callable[..., T], *args: Any) -> T:
+    """Runs the function in a process of its own and returns its result.
+
+    A UserError is raised again here; any other failure is raised as RunFailed with its traceback.
+    """
+    result = run_all_isolated(function, [args], 1)[0]
+    if isinstance(result, BaseException):
+        raise result
+    return result
 
 
-def apart_all(function: Callable[..., T], calls: Sequence[Sequence[Any]], at_once: int) -> list[T | Exception]:
-    """The same for many calls, so many at once; a call that failed has its exception in place of a result.
+def run_all_isolated(function: Callable[..., T], calls: Sequence[Sequence[Any]], at_once: int) -> list[T | Exception]:
+    """Runs many calls, `at_once` at a time; a call that failed has its exception in place of a result.
 
     All are forked from the calling thread: a fork beside another thread at work can inherit a lock that nobody frees.
     """
     if (helper := ready_helper()) is not None:
         return helper.ask(function, calls, at_once)
-    found: list[Any] = [None] * len(calls)
+    results: list[Any] = [None] * len(calls)
     waiting = list(range(len(calls)))
     running: dict[Any, tuple[int, Any]] = {}
     try:
         while waiting or running:
             while waiting and len(running) < at_once:
                 number = waiting.pop(0)
-                ours, process = _start(function, calls[number])
-                running[ours] = number, process
+                receiver, process = _start(function, calls[number])
+                running[receiver] = number, process
             for ready in wait(list(running)):
                 number, process = running.pop(ready)
-                found[number] = _outcome(ready, process)
+                results[number] = _outcome(ready, process)
     except BaseException:
         for _, process in running.values():
             process.terminate()
             process.join()
         raise
-    return found
+    return results
 
 
 def beside_gpu() -> bool:
-    """Whether this process may have touched a GPU (see the note above)."""
+    """Whether this process may have initialised CUDA (see the note above)."""
     return torch.cuda.is_available()
 
 
 class Helper:
-    """A process that sees no GPU and rehearses for this one."""
+    """A process that sees no GPU and forks rehearsals for this one."""
 
     def __init__(self) -> None:
-        ours, theirs = socket.socketpair()
-        with theirs:
+        our_socket, helper_socket = socket.socketpair()
+        with helper_socket:
             environment = os.environ | {
                 "CUDA_VISIBLE_DEVICES": "",
                 "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
             }
-            command = [sys.executable, "-m", "shardwise.foresight.rehearse.subprocess", str(theirs.fileno())]
+            command = [sys.executable, "-m", "shardwise.foresight.rehearse.subprocess", str(helper_socket.fileno())]
             self.process = subprocess.Popen(
-                command, env=environment, pass_fds=[theirs.fileno()], start_new_session=True
+                command, env=environment, pass_fds=[helper_socket.fileno()], start_new_session=True
             )  # fmt: skip
-        self.owner, self.connection = os.getpid(), Connection(ours.detach())
+        self.owner = os.getpid()
+        self.connection = Connection(our_socket.detach())
 
     def ask(self, function: Callable[..., T], calls: Sequence[Sequence[Any]], at_once: int) -> list[T | Exception]:
-        """As `apart_all`."""
+        """Runs the calls in the helper; see `run_all_isolated`."""
         try:
             self.connection.send((function, [tuple(call) for call in calls], at_once))
             return self.connection.recv()  # type: ignore[no-any-return]
@@ -101,7 +105,7 @@ class Helper:
             raise
 
     def end(self) -> None:
-        """Ends it, and what it forked."""
+        """Terminates the helper and its children."""
         self.connection.close()
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGTERM)
@@ -112,7 +116,7 @@ _helper: Helper | None = None
 
 
 def end_helper() -> None:
-    """Ends this process's helper, if there is one; the next rehearsal starts another."""
+    """Terminates this process's helper, if there is one; the next rehearsal starts another."""
     global _helper
     if _helper is not None and _helper.owner == os.getpid():
         _helper.end()
@@ -120,7 +124,7 @@ def end_helper() -> None:
 
 
 def ready_helper() -> Helper | None:
-    """The helper of this process, where it needs one; it imports for seconds, beside what its owner goes on to do."""
+    """Returns this process's helper, if it needs one; started ahead, it imports while its parent goes on."""
     global _helper
     if not beside_gpu():
         return None
@@ -131,7 +135,7 @@ def ready_helper() -> Helper | None:
 
 
 def _serve(descriptor: int) -> None:
-    """What the helper does until its owner has gone."""
+    """Main loop of the helper, until its parent exits."""
     import shardwise.foresight.plan.sketch
     import shardwise.foresight.rehearse.step  # noqa: F401  what is imported here, each rehearsal has
     from shardwise.core.effective_device import ready_compiler
@@ -143,16 +147,16 @@ def _serve(descriptor: int) -> None:
             function, calls, at_once = connection.recv()
         except (EOFError, OSError):
             return
-        connection.send(apart_all(function, calls, at_once))
+        connection.send(run_all_isolated(function, calls, at_once))
 
 
 def _start(function: Callable[..., Any], args: Sequence[Any]) -> tuple[Connection, Any]:
     context = multiprocessing.get_context("fork")  # what is imported stays imported: seconds for each rank
-    ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=_call, args=(theirs, function, tuple(args)))
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_call, args=(sender, function, tuple(args)))
     process.start()
-    theirs.close()
-    return ours, process
+    sender.close()
+    return receiver, process
 
 
 def _outcome(connection: Any, process: Any) -> Any:

@@ -1,4 +1,4 @@
-"""A run as it will be on a machine that is not this one: resolved, with its model's config, without its data."""
+"""A run resolved for a machine other than this one, with its model's config, without its data."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from shardwise.nn.models.source import ModelSource
 
 @dataclass(frozen=True)
 class Target:
-    """What is to be rehearsed."""
+    """A resolved run to rehearse, with its model and number of ranks."""
 
     run: Run
     source: ModelSource
@@ -25,27 +25,27 @@ class Target:
 
     @property
     def micro_batches(self) -> int:
-        """Of a whole step, on each rank."""
-        each = self.run.train.batch_size // data_ranks(self.run.parallel, self.ranks)
-        return max(1, each // int(self.run.train.micro_batch_size))
+        """Micro-batches of a step on each rank."""
+        per_rank = self.run.train.batch_size // data_ranks(self.run.parallel, self.ranks)
+        return max(1, per_rank // int(self.run.train.micro_batch_size))
 
     @property
     def stages(self) -> list[int]:
-        """One rank of each kind: the first, a middle and the last stage of a pipeline, or rank 0."""
+        """One rank of each kind: in the first, a middle and the last pipeline stage; or rank 0."""
         count = self.run.parallel.pipeline
-        picked = range(count) if self.source.config.is_encoder_decoder else sorted({0, min(1, count - 1), count - 1})
-        return [stage * (self.ranks // count) for stage in picked]
+        stages = range(count) if self.source.config.is_encoder_decoder else sorted({0, min(1, count - 1), count - 1})
+        return [stage * (self.ranks // count) for stage in stages]
 
 
 def aim(loaded: LoadedRun, nodes: int, gpus: int) -> Target:
-    """Resolves a run for nodes with so many GPUs each; with `device: cpu` for as many processes on CPUs."""
+    """Resolves a run for nodes with `gpus` GPUs each; with `device: cpu`, for as many CPU processes."""
     if nodes < 1 or gpus < 1:
         raise UserError("--nodes, --gpus", f"{nodes}, {gpus}", "there must be at least one of each", "e.g. --gpus 8")
     return aim_at(loaded, Machine(0 if loaded.run.device == "cpu" else gpus, ranks=nodes * gpus))
 
 
 def aim_at(loaded: LoadedRun, machine: Machine) -> Target:
-    """The same for a machine, which may be this one."""
+    """Resolves a run for a machine, which may be this one."""
     run = loaded.run
     if run.left_open:
         field = "parallel" if run.parallel.auto else "recompute"

@@ -1,4 +1,4 @@
-"""`shardwise verify`: a run, made small, against one plain process that does the obvious thing.
+"""`shardwise verify`: compares a run, made small, with a plain reference in one process.
 
 sized.py   the user's model with fewer layers, as a folder that transformers and Shardwise both read
 claims.py  what is to be shown, one change at a time

@@ -1,4 +1,4 @@
-"""What was shown, as a table for people and as JSON for programs."""
+"""The certificate of a verification, as a table for people and as JSON for programs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ OPEN, UNTRIED = "not shown", "not tried"  # there is nothing to show; what it re
 
 @dataclass(frozen=True)
 class ClaimRow:
-    """What became of a claim."""
+    """Verdict on a claim."""
 
     claim: Claim
     verdict: str
@@ -33,17 +33,17 @@ class ClaimRow:
     notes: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """For programs."""
+        """Returns the row as plain values."""
         claim = self.claim
-        told = {"claim": claim.name, "compared": claim.what, "ranks": claim.ranks, "verdict": self.verdict}
-        told |= {"why": self.why, "lossy": claim.lossy, "bounds": asdict(claim.bounds)}
-        found = None if self.difference is None else as_json(self.difference)
-        return told | {"difference": found, "seconds": round(self.seconds, 2), "notes": list(self.notes)}
+        values = {"claim": claim.name, "compared": claim.what, "ranks": claim.ranks, "verdict": self.verdict}
+        values |= {"why": self.why, "lossy": claim.lossy, "bounds": asdict(claim.bounds)}
+        difference = None if self.difference is None else as_json(self.difference)
+        return values | {"difference": difference, "seconds": round(self.seconds, 2), "notes": list(self.notes)}
 
 
 @dataclass
 class Certificate:
-    """Everything a proof says."""
+    """Results of all claims, with what they were tried on."""
 
     run: str
     model: str
@@ -57,17 +57,17 @@ class Certificate:
 
     @property
     def passed(self) -> bool:
-        """Whether something was shown, and nothing failed."""
+        """Whether at least one claim passed and none failed."""
         verdicts = {row.verdict for row in self.rows}
         return PASS in verdicts and FAIL not in verdicts
 
     @property
     def failure(self) -> ClaimRow | None:
-        """The first claim that failed: those after it were shown to hold, or rest on it."""
+        """The first claim that failed: those after it hold, or depend on it."""
         return next((row for row in self.rows if row.verdict == FAIL), None)
 
     def to_json(self) -> dict[str, Any]:
-        """For programs."""
+        """Returns the certificate as plain values."""
         import torch
         import transformers
 
@@ -76,16 +76,16 @@ class Certificate:
         versions = {"shardwise": shardwise.__version__, "torch": torch.__version__}
         versions["transformers"] = transformers.__version__
         failure = self.failure
-        told = {
+        values = {
             "passed": self.passed, "failed": failure.claim.name if failure else None, "run": self.run,
             "model": self.model, "parameters": self.parameters, "batch": self.batch, "reference": self.reference,
             "precision": self.precision, "device": self.device, "notes": self.notes,
         }  # fmt: skip
-        return told | {"claims": [row.to_json() for row in self.rows], "versions": versions}
+        return values | {"claims": [row.to_json() for row in self.rows], "versions": versions}
 
 
 def check_target(file: Path) -> None:
-    """Refuses a place that cannot be written, before any work is done."""
+    """Rejects an output path that cannot be written, before any work is done."""
     if file.is_dir():
         raise UserError("--output", str(file), "is a folder", "give the name of a file, e.g. certificate.json")
     folder = file.parent
@@ -95,7 +95,7 @@ def check_target(file: Path) -> None:
 
 
 def write_certificate(certificate: Certificate, file: Path) -> None:
-    """Whoever sees the file sees all of it."""
+    """Writes the certificate atomically."""
     partial = file.with_name(f".{file.name}.{os.getpid()}")
     try:
         partial.write_text(json.dumps(certificate.to_json(), indent=1, ensure_ascii=False) + "\n")
@@ -107,7 +107,7 @@ def write_certificate(certificate: Certificate, file: Path) -> None:
 
 
 def print_certificate(certificate: Certificate, console: Console) -> None:
-    """The certificate as a table."""
+    """Prints the certificate as a table."""
     console.print(f"[bold]{escape(certificate.run)}[/bold] against one plain process", highlight=False)
     facts = {
         "model": f"{certificate.model}, {certificate.parameters:,} parameters", "batch": certificate.batch,
@@ -126,32 +126,33 @@ def print_certificate(certificate: Certificate, console: Console) -> None:
         table.add_row(*_cells(row))
     console.print(table)
     for bounds in dict.fromkeys(row.claim.bounds for row in certificate.rows):
-        told = [row.claim for row in certificate.rows if row.claim.bounds == bounds]
-        whose = "" if not told[0].lossy else f" (lossy: {', '.join(claim.name for claim in told)})"
+        claims = [row.claim for row in certificate.rows if row.claim.bounds == bounds]
+        lossy_note = "" if not claims[0].lossy else f" (lossy: {', '.join(claim.name for claim in claims)})"
         update = "not compared" if bounds.update is None else f"{bounds.update:.0e}"
         text = f"loss {bounds.loss:.0e}, norm {bounds.norm:.0e}, gradients {bounds.gradient:.0e}, update {update}, "
-        _line(console, f"bounds: {text}loss after {bounds.after:.0e}{whose}")
+        _line(console, f"bounds: {text}loss after {bounds.after:.0e}{lossy_note}")
     for row in certificate.rows:
         for note in (*([row.why] if row.why else []), *row.notes):
             _line(console, f"{row.claim.name}: {note}")
 
 
 def _cells(row: ClaimRow) -> list[str]:
-    found, claim = row.difference, row.claim
-    first = [f"[bold]{escape(claim.name)}[/bold]", f"[dim]{escape(claim.what)}[/dim]"]
+    difference = row.difference
+    claim = row.claim
+    lines = [f"[bold]{escape(claim.name)}[/bold]", f"[dim]{escape(claim.what)}[/dim]"]
     numbers: list[float | None] = []
-    if found is not None:
-        numbers = [found.loss, found.norm, found.gradient, found.update, found.after]
-        first += [f"[dim]{escape(found.worst)}[/dim]"] if found.worst else []
+    if difference is not None:
+        numbers = [difference.loss, difference.norm, difference.gradient, difference.update, difference.after]
+        lines += [f"[dim]{escape(difference.worst)}[/dim]"] if difference.worst else []
     style = {PASS: "green", FAIL: "bold red"}.get(row.verdict, "yellow")
-    return ["\n".join(first), *map(_shown, numbers), *[""] * (5 - len(numbers)), f"[{style}]{row.verdict}[/{style}]"]
+    return ["\n".join(lines), *map(_format, numbers), *[""] * (5 - len(numbers)), f"[{style}]{row.verdict}[/{style}]"]
 
 
 def _line(console: Console, text: str) -> None:
     console.print(f"  {text}", highlight=False, markup=False, soft_wrap=True)
 
 
-def _shown(value: float | None) -> str:
+def _format(value: float | None) -> str:
     if value is None:
         return "–"
     return "0" if value == 0 else f"{value:.1e}"

@@ -1,4 +1,4 @@
-"""`shardwise verify`: makes the run small, computes the reference, tries claim after claim, and certifies."""
+"""`shardwise verify`: shrinks the run, computes the reference, tries claim after claim, and returns a certificate."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ TIMEOUT = 300.0  # seconds that ranks wait for each other
 
 @dataclass(frozen=True)
 class VerifyOptions:
-    """What the command line asks for besides the run."""
+    """Options of the command line besides the run."""
 
     full: bool = False
     layers: int | None = None
@@ -49,17 +49,18 @@ def verify(
     overrides: list[str] | tuple[str, ...] = (),
     options: VerifyOptions | None = None,
     say: Say = lambda _: None,
-    shown: Callable[[ClaimRow], None] = lambda _: None,
+    on_result: Callable[[ClaimRow], None] = lambda _: None,
 ) -> Certificate:
-    """Tries every claim of a run; raises UserError where the run itself is a mistake."""
+    """Tries every claim of a run and returns the certificate. Raises UserError if the run itself is invalid."""
     options = options or VerifyOptions()
     _check(options)
     loaded = load_run(run_file, overrides)
+    loaded.print_notes()
     name = "the given run" if isinstance(run_file, dict) else Path(run_file).name
     with stopped_by_sigterm():
         folder = Path(tempfile.mkdtemp(prefix="shardwise-verify-"))
         try:
-            return _verify(loaded.run, name, options, folder, say, shown)
+            return _verify(loaded.run, name, options, folder, say, on_result)
         finally:
             if options.keep is not None and (folder / "claims").is_dir():
                 shutil.copytree(folder / "claims", options.keep, dirs_exist_ok=True)
@@ -74,7 +75,7 @@ def _check(options: VerifyOptions) -> None:
 
 
 def _verify(
-    run: Run, name: str, options: VerifyOptions, folder: Path, say: Say, shown: Callable[[ClaimRow], None]
+    run: Run, name: str, options: VerifyOptions, folder: Path, say: Say, on_result: Callable[[ClaimRow], None]
 ) -> Certificate:
     total = _check_run(run)
     say("finding the model")
@@ -93,36 +94,43 @@ def _verify(
     memory = int(SHARE * _memory(device))
     length = min(run.data.sequence_length, max(64, min(TOKENS[device] // plan.rows, _eager_length(source, memory))))
     room = Room(device, memory, plan.ranks, plan.rows * length * 2 * (len(plan.claims) + 2))
-    stages = 2 * (run.parallel.chunks or 2 if run.parallel.schedule in ("interleaved", "zbv") else 1)
+    stages = 2 * (run.parallel.virtual_stages or 2 if run.parallel.pipeline_schedule in ("interleaved", "zbv") else 1)
     say("making the model of the proof")
     layers_needed = stages if run.parallel.pipeline > 1 else 1
     sized = make_model(source, folder / "model", room, options.layers, options.full, layers_needed)
     if drops_out(source.config):
         notes.append("dropout is off: it draws other numbers in other shapes")
-    base = _base(run, sized, source, plan, precision, device, length, folder, notes)
+    base = _base(run, sized, source, plan, precision, device, length, notes)
     *others, last = plan.claims
     if any(as_run(base, last) == as_run(base, claim) for claim in others):
         plan.claims = others  # all of it is what one of the others shows
     prover = Prover(base, source, plan, sized, folder, say)
     prover.prepare()
     certificate = Certificate(
-        name, sized.told, sized.parameters, prover.batch_told, prover.reference_told, precision, device, notes,
-    )  # fmt: skip
+        name,
+        sized.description,
+        sized.parameters,
+        prover.batch_description,
+        prover.reference_description,
+        precision,
+        device,
+        notes,
+    )
     with ranks(precision, device, folder) as started:
         prover.compute_reference(started)
         notes += prover.notes
         for claim in plan.claims:
             row = prover.show(claim, started, certificate.rows)
             certificate.rows.append(row)
-            shown(row)
+            on_result(row)
     return certificate
 
 
 def _check_run(run: Run) -> int:
-    """Refuses what `shardwise train` would, whatever this machine has; returns how many ranks the run has, or needs."""
+    """Rejects what `shardwise train` would reject, whatever this machine has; returns the number of ranks."""
     parallel = run.parallel
-    spread = parallel.tensor * math.lcm(parallel.context, parallel.shard or 1, parallel.secondary_shard or 1)
-    total = parallel.pipeline * math.lcm(spread, parallel.expert) if run.ranks == "auto" else int(run.ranks)
+    shard_ranks = parallel.tensor * math.lcm(parallel.context, parallel.dp_shard_size or 1, parallel.hpz_size or 1)
+    total = parallel.pipeline * math.lcm(shard_ranks, parallel.expert) if run.ranks == "auto" else int(run.ranks)
     with unlaunched():
         resolve_machine(run.model_copy(update={"ranks": total, "device": "cpu", "backend": "gloo"}))
     return total
@@ -138,14 +146,16 @@ def _device(run: Run) -> str:
 def _precision(run: Run, device: str) -> str:
     if run.precision != "auto":
         return run.precision
-    return "fp32" if device == "cpu" else "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
+    if device == "cpu":
+        return "fp32"
+    return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
 
 
 def _eager_length(source: ModelSource, memory: int) -> int:
-    """The longest document of which the reference's eager attention holds every score, in half of the memory."""
+    """The longest document whose eager attention scores fit in half of the memory."""
     heads = getattr(source.config.get_text_config(), "num_attention_heads", None)
-    each = EAGER * LAYERS * (heads if isinstance(heads, int) else 32)
-    return math.isqrt(memory // 2 // each)
+    per_score = EAGER * LAYERS * (heads if isinstance(heads, int) else 32)
+    return math.isqrt(memory // 2 // per_score)
 
 
 def _memory(device: str) -> int:
@@ -156,9 +166,9 @@ def _memory(device: str) -> int:
 
 def _base(
     run: Run, sized: ShrunkModel, source: ModelSource, plan: ClaimPlan, precision: str, device: str, length: int,
-    folder: Path, notes: list[str],
+    notes: list[str],
 ) -> dict[str, Any]:  # fmt: skip
-    """The plain settings that every claim changes: the user's run on one rank, without anything that needs proof."""
+    """The plain settings that claims change: the user's run on one rank, without anything that is to be verified."""
     values = run.model_dump(mode="json")
     values["model"] = {
         "name": str(sized.folder), "tokenizer": source.tokenizer, "trust_remote_code": source.trust_remote_code,
@@ -175,7 +185,7 @@ def _base(
         notes.append("fp8 is left out: its rounding depends on what is computed together")
     values["train"] |= {
         "steps": 2, "epochs": None, "batch_size": plan.rows, "schedule": "constant", "warmup": 0, "eval_every": None,
-        "stop_early": None, "in_backward": False,
+        "early_stopping": None, "optimizer_in_backward": False,
     }  # fmt: skip
     if run.router.balance != "document":
         values["router"] |= {"balance": "document"}

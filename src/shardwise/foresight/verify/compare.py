@@ -1,6 +1,6 @@
-"""How far an answer is from the reference's, parameter by parameter, and how far is still the same.
+"""Compares a result with the reference's, parameter by parameter, and defines the tolerances.
 
-An answer is a file of gradients and updated parameters by name, and a few figures beside it.
+A result is a file of gradients and updated parameters by name, and a few figures beside it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ TELLING = 1e-2  # of its tensor's largest gradient: less of it and Adam's first 
 
 @dataclass(frozen=True)
 class Bounds:
-    """How far apart is still the same; None: not compared, for it says nothing."""
+    """Tolerances; None: not compared, because it would show nothing."""
 
     loss: float  # absolute
     norm: float  # relative
@@ -48,16 +48,25 @@ TIMES, MOST = 4.0, 0.5
 
 
 def rounding(half: Reference, single: Reference) -> Bounds:
-    """Bounds from a plain answer in half precision against the same in single."""
-    a, b = half.told, single.told
-    apart = max(gradient_apart(half.gradient(n), single.gradient(n), b["largest"]) for n in single.names)
-    after = abs(a["after"] - b["after"]) if "after" in b else 0.0
-    norm = relative(a["norm"], b["norm"])
-    return Bounds(TIMES * abs(a["loss"] - b["loss"]), TIMES * norm, min(TIMES * apart, MOST), None, TIMES * after)
+    """Returns bounds from the reference in half precision against the same in single precision."""
+    half_figures = half.figures
+    single_figures = single.figures
+    gradient = max(
+        gradient_difference(half.gradient(n), single.gradient(n), single_figures["largest"]) for n in single.names
+    )
+    after = abs(half_figures["after"] - single_figures["after"]) if "after" in single_figures else 0.0
+    norm = relative(half_figures["norm"], single_figures["norm"])
+    return Bounds(
+        TIMES * abs(half_figures["loss"] - single_figures["loss"]),
+        TIMES * norm,
+        min(TIMES * gradient, MOST),
+        None,
+        TIMES * after,
+    )
 
 
 def wider(a: Bounds, b: Bounds) -> Bounds:
-    """What both allow."""
+    """Returns the wider of two bounds, field by field."""
     update = None if a.update is None or b.update is None else max(a.update, b.update)
     return Bounds(
         max(a.loss, b.loss), max(a.norm, b.norm), max(a.gradient, b.gradient), update, max(a.after, b.after)
@@ -66,7 +75,7 @@ def wider(a: Bounds, b: Bounds) -> Bounds:
 
 @dataclass(frozen=True)
 class ParityDifference:
-    """How far a claim is from the reference; the names are those of parameters."""
+    """Difference of a claim from the reference; the strings are parameter names."""
 
     loss: float
     norm: float
@@ -80,7 +89,7 @@ class ParityDifference:
     rank: int = 0  # on which it is
 
     def trouble(self, bounds: Bounds) -> str:
-        """What is beyond its bound, in words; empty if nothing is."""
+        """Describes what exceeds its bound; empty if nothing does."""
         if self.missing:
             return f"no rank trains {self.missing}"
         if self.gradient is not None and not self.gradient <= bounds.gradient:
@@ -98,96 +107,101 @@ class ParityDifference:
 
 
 class Reference:
-    """A reference's answer, read from its files tensor by tensor."""
+    """A reference result, read from its files tensor by tensor."""
 
     def __init__(self, file: Path) -> None:
         from safetensors import safe_open
 
         self._tensors = safe_open(file, framework="pt")
-        self.told: dict[str, Any] = json.loads(file.with_suffix(".json").read_text())
+        self.figures: dict[str, Any] = json.loads(file.with_suffix(".json").read_text())
 
     @property
     def names(self) -> list[str]:
-        """The trained parameters in the model's order."""
-        return list(self.told["names"])
+        """Trained parameters in the model's order."""
+        return list(self.figures["names"])
 
     def gradient(self, name: str) -> torch.Tensor:
-        """Of the first step, before clipping."""
+        """Returns a gradient of the first step, before clipping."""
         return torch.as_tensor(self._tensors.get_tensor(f"gradient.{name}"))
 
     def parameter(self, name: str) -> torch.Tensor:
-        """After the first step."""
+        """Returns a parameter after the first step."""
         return torch.as_tensor(self._tensors.get_tensor(f"parameter.{name}"))
 
 
 def write_reference(
-    file: Path, gradients: Mapping[str, torch.Tensor], parameters: Mapping[str, torch.Tensor], told: dict[str, Any]
+    file: Path, gradients: Mapping[str, torch.Tensor], parameters: Mapping[str, torch.Tensor], figures: dict[str, Any]
 ) -> None:
-    """Leaves an answer for others to be held against."""
+    """Writes a result for others to be compared with."""
     from safetensors.torch import save_file
 
     largest = max((float(g.abs().max()) for g in gradients.values() if g.numel()), default=0.0)
     tensors = {f"gradient.{n}": g.detach().float().cpu().contiguous() for n, g in gradients.items()}
     tensors |= {f"parameter.{n}": p.detach().float().cpu().contiguous() for n, p in parameters.items()}
     save_file(tensors, file)
-    told = {"names": list(gradients), "largest": largest, **told}
-    file.with_suffix(".json").write_text(json.dumps(told))
+    figures = {"names": list(gradients), "largest": largest, **figures}
+    file.with_suffix(".json").write_text(json.dumps(figures))
 
 
-def gradient_apart(ours: torch.Tensor | None, theirs: torch.Tensor, largest: float) -> float:
-    """Relative difference of a gradient; one that is missing, misshapen or not finite is as far off as can be."""
-    if ours is None:
-        return 0.0 if not theirs.any() else float("inf")
-    if ours.shape != theirs.shape:
+def gradient_difference(actual: torch.Tensor | None, expected: torch.Tensor, largest: float) -> float:
+    """Returns the relative difference of a gradient; inf if it is missing, misshapen or not finite."""
+    if actual is None:
+        return 0.0 if not expected.any() else float("inf")
+    if actual.shape != expected.shape:
         return float("inf")
-    if not theirs.numel():
+    if not expected.numel():
         return 0.0
-    found = float((ours.float().cpu() - theirs).abs().max() / (theirs.abs().max() + ROUNDED * largest + 1e-30))
-    return found if found == found else float("inf")
+    difference = float(
+        (actual.float().cpu() - expected).abs().max() / (expected.abs().max() + ROUNDED * largest + 1e-30)
+    )
+    return difference if difference == difference else float("inf")
 
 
-def update_apart(
-    ours: torch.Tensor, theirs: torch.Tensor, gradient: torch.Tensor, rate: float, largest: float
+def update_difference(
+    actual: torch.Tensor, expected: torch.Tensor, gradient: torch.Tensor, rate: float, largest: float
 ) -> float:
-    """Difference of updated parameters as a share of the learning rate, where the gradient is more than rounding."""
-    if ours.shape != theirs.shape:
+    """Returns the difference of updated parameters as a share of the learning rate, where gradients exceed rounding."""
+    if actual.shape != expected.shape:
         return float("inf")
     size = gradient.abs()
     telling = size > max(TELLING * float(size.max()) if size.numel() else 0.0, NOISE * largest)
     if not telling.any():
         return 0.0
-    rounding = 2 * torch.finfo(torch.float32).eps * theirs.abs()  # of adding a small update to a large weight
-    off = ((ours.float().cpu() - theirs).abs() - rounding).clamp(min=0)[telling]
-    found = float(off.max()) / rate
-    return found if found == found else float("inf")
+    rounding = 2 * torch.finfo(torch.float32).eps * expected.abs()  # of adding a small update to a large weight
+    excess = ((actual.float().cpu() - expected).abs() - rounding).clamp(min=0)[telling]
+    difference = float(excess.max()) / rate
+    return difference if difference == difference else float("inf")
 
 
-def relative(ours: float, theirs: float) -> float:
-    """Difference as a share of the reference's."""
-    return abs(ours - theirs) / max(abs(theirs), 1e-12)
+def relative(actual: float, expected: float) -> float:
+    """Returns the difference as a share of the reference's value."""
+    return abs(actual - expected) / max(abs(expected), 1e-12)
 
 
-def together(found: Iterable[dict[str, Any]], names: list[str]) -> ParityDifference:
-    """The worst of what the ranks saw; a parameter that no rank compared is missing."""
-    told = list(found)
-    seen = {name for one in told for name in one["names"]}
-    worst = max(told, key=lambda one: one["difference"]["gradient"] or 0.0)
-    result = ParityDifference(**{**worst["difference"], "rank": told.index(worst)})
-    order = {name: place for place, name in enumerate(names)}
-    firsts = [one["difference"]["first"] for one in told if one["difference"]["first"]]
-    moved = max(told, key=lambda one: one["difference"]["update"] or 0.0)["difference"]
+def worst_difference(results: Iterable[dict[str, Any]], names: list[str]) -> ParityDifference:
+    """Returns the worst difference over all ranks; a parameter that no rank compared is missing."""
+    reports = list(results)
+    compared = {name for report in reports for name in report["names"]}
+    worst = max(reports, key=lambda report: report["difference"]["gradient"] or 0.0)
+    result = ParityDifference(**{**worst["difference"], "rank": reports.index(worst)})
+    order = {name: index for index, name in enumerate(names)}
+    firsts = [report["difference"]["first"] for report in reports if report["difference"]["first"]]
+    furthest = max(reports, key=lambda report: report["difference"]["update"] or 0.0)["difference"]
     return replace(
         result,
-        loss=max(one["difference"]["loss"] for one in told),
-        norm=max(one["difference"]["norm"] for one in told),
-        update=moved["update"],
-        moved=moved["moved"],
-        after=max((one["difference"]["after"] for one in told if one["difference"]["after"] is not None), default=None),
+        loss=max(report["difference"]["loss"] for report in reports),
+        norm=max(report["difference"]["norm"] for report in reports),
+        update=furthest["update"],
+        moved=furthest["moved"],
+        after=max(
+            (report["difference"]["after"] for report in reports if report["difference"]["after"] is not None),
+            default=None,
+        ),
         first=min(firsts, key=lambda name: order.get(name, len(order)), default=""),
-        missing=next((name for name in names if name not in seen), ""),
+        missing=next((name for name in names if name not in compared), ""),
     )
 
 
 def as_json(difference: ParityDifference) -> dict[str, Any]:
-    """For a file; what is not finite is told in words, for JSON has none of it."""
+    """Returns the difference for a JSON file; values that are not finite are spelled out."""
     return {k: v if v == v and v not in (float("inf"),) else "not finite" for k, v in asdict(difference).items()}

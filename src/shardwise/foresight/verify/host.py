@@ -1,9 +1,8 @@
-"""The process that a proof's ranks are forked from: it imports once, and every claim starts in a moment.
+"""The process that ranks are forked from: it imports once, so every claim starts quickly.
 
-Started as `python -m shardwise.foresight.verify.host PARENT MODEL DEVICE`. A line of JSON on standard input is work
-for some ranks, one on standard output what each of them found. It computes nothing itself: a process with threads, or
-a GPU, cannot be forked. For ranks on a GPU it imports nothing either: some libraries wake CUDA when they are
-imported.
+Started as `python -m shardwise.foresight.verify.host PARENT MODEL DEVICE`. Each line of JSON on standard input is work
+for some ranks; each on standard output holds their results. It computes nothing itself: a process with threads or a
+CUDA context cannot be forked. For ranks on a GPU it imports nothing either: some libraries initialise CUDA on import.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ LOST_PEER = ("Connection closed by peer", "Connection reset", "Broken pipe", "Ti
 
 
 def main(parent: int, model: str, device: str) -> None:
-    """Works until standard input ends; `model` is the folder whose code the ranks will run, on `device`."""
+    """Serves work until standard input ends; `model` is the folder whose code the ranks run, on `device`."""
     from shardwise.core.process import die_with_parent as _die_with_parent
 
     _die_with_parent(parent)
@@ -38,8 +37,8 @@ def main(parent: int, model: str, device: str) -> None:
         work = json.loads(line)
         folder = Path(work["folder"])
         folder.mkdir(parents=True, exist_ok=True)
-        found = run_ranks(lambda rank, w=work: _work(w), int(work["ranks"]), folder)  # type: ignore[misc]
-        print(json.dumps(found), flush=True)
+        results = run_ranks(lambda rank, w=work: _work(w), int(work["ranks"]), folder)  # type: ignore[misc]
+        print(json.dumps(results), flush=True)
 
 
 def _work(work: dict[str, Any]) -> dict[str, Any]:
@@ -54,7 +53,7 @@ def _work(work: dict[str, Any]) -> dict[str, Any]:
 
 
 def _import_for(model: str) -> None:
-    """Imports what every rank would, which takes longer than most claims do."""
+    """Imports what every rank needs, which takes longer than most claims."""
     import accelerate  # noqa: F401
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer  # noqa: F401
 
@@ -67,34 +66,34 @@ def _import_for(model: str) -> None:
 
 
 def run_ranks(task: Callable[[int], dict[str, Any]], ranks: int, folder: Path) -> list[dict[str, Any]]:
-    """What each rank found; ends all of them when one fails."""
+    """Runs the task on forked ranks and returns their results; if one fails, all are ended."""
     children = {_fork(rank, task, ranks, folder): rank for rank in range(ranks)}
-    found: list[dict[str, Any]] = [{"failed": "it did not answer", "kind": "bug"} for _ in range(ranks)]
+    results: list[dict[str, Any]] = [{"failed": "it did not answer", "kind": "bug"} for _ in range(ranks)]
     deadline: float | None = None
     while children and (deadline is None or time.monotonic() < deadline):
         for pid, rank in list(children.items()):
             ended, status = os.waitpid(pid, os.WNOHANG)
             if ended:
                 del children[pid]
-                found[rank] = _read(folder / f"{rank}.json", status)
-                if "failed" in found[rank] and deadline is None:
+                results[rank] = _read(folder / f"{rank}.json", status)
+                if "failed" in results[rank] and deadline is None:
                     deadline = time.monotonic() + LAST_WORDS
         time.sleep(POLL)
     for pid in children:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
-    return found
+    return results
 
 
 def _read(file: Path, status: int) -> dict[str, Any]:
     if file.is_file():
-        found: dict[str, Any] = json.loads(file.read_text())
-        return found
+        result: dict[str, Any] = json.loads(file.read_text())
+        return result
     code = os.waitstatus_to_exitcode(status)
-    how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"it ended with exit code {code}"
+    reason = f"killed by {signal.Signals(-code).name}" if code < 0 else f"it ended with exit code {code}"
     hint = " (often for lack of memory)" if code == -signal.SIGKILL else ""
-    return {"failed": how + hint, "kind": "bug"}
+    return {"failed": reason + hint, "kind": "bug"}
 
 
 def _fork(rank: int, task: Callable[[int], dict[str, Any]], ranks: int, folder: Path) -> int:
@@ -102,10 +101,10 @@ def _fork(rank: int, task: Callable[[int], dict[str, Any]], ranks: int, folder: 
     pid = os.fork()
     if pid:
         return pid
-    _be_rank(rank, task, ranks, folder, host)
+    _run_rank(rank, task, ranks, folder, host)
 
 
-def _be_rank(rank: int, task: Callable[[int], dict[str, Any]], ranks: int, folder: Path, host: int) -> NoReturn:
+def _run_rank(rank: int, task: Callable[[int], dict[str, Any]], ranks: int, folder: Path, host: int) -> NoReturn:
     code = 1
     try:
         from shardwise.core.process import die_with_parent as _die_with_parent
@@ -138,32 +137,33 @@ def _answer(rank: int, task: Callable[[int], dict[str, Any]], ranks: int, folder
         torch.set_num_threads(max(1, usable_cores() // ranks))
     try:
         if ranks > 1:
-            _meet(rank, ranks, folder)
-        found = task(rank)
+            _init_process_group(rank, ranks, folder)
+        result = task(rank)
         if dist.is_initialized() and ranks > 1:
             dist.barrier()  # a rank that leaves early would look lost to the others
-        return found
+        return result
     except BaseException as error:
         traceback.print_exc()
         text = str(error).strip()
-        known = isinstance(error, (UserError, RunFailed))
-        told = text if known else f"{type(error).__name__}: {text.splitlines()[0] if text else 'no message'}"
-        lost = any(word in told for word in LOST_PEER)
-        return {"failed": told, "kind": "user" if known else "lost" if lost else "bug"}
+        expected = isinstance(error, (UserError, RunFailed))
+        message = text if expected else f"{type(error).__name__}: {text.splitlines()[0] if text else 'no message'}"
+        lost_peer = any(word in message for word in LOST_PEER)
+        kind = "lost" if lost_peer else "bug"
+        return {"failed": message, "kind": "user" if expected else kind}
 
 
-def _meet(rank: int, ranks: int, folder: Path) -> None:
-    """The ranks' process group; the folder is where they meet, so there is no race for a port."""
+def _init_process_group(rank: int, ranks: int, folder: Path) -> None:
+    """Initialises the ranks' process group; they rendezvous through a file, so there is no race for a port."""
     from datetime import timedelta
 
     import torch
     import torch.distributed as dist
 
-    told = json.loads((folder / "meet.json").read_text())
-    if told["device"] == "cuda":
+    settings = json.loads((folder / "meet.json").read_text())
+    if settings["device"] == "cuda":
         torch.cuda.set_device(rank % torch.cuda.device_count())
     dist.init_process_group(
-        told["backend"], f"file://{folder}/meet", timedelta(seconds=told["timeout"]), ranks, rank
+        settings["backend"], f"file://{folder}/meet", timedelta(seconds=settings["timeout"]), ranks, rank
     )  # fmt: skip
 
 

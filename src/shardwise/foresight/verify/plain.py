@@ -1,8 +1,8 @@
 """The reference: one process, one document at a time, transformers' own forward with eager attention, the plain loss,
 plain AdamW.
 
-Nothing here is taken from the code that is proven: no loader, no packing, no objective, no sharding, no optimizer of
-ours. What it is given are documents (token ids and which of them are learned) and a folder for `from_pretrained`.
+It shares no code with what is verified: no loader, packing, objective, sharding or optimizer of ours. Its input are
+documents (token ids and a loss mask) and a folder for `from_pretrained`.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ STEPS = 2  # the second shows that the first one's update arrived
 
 
 def answer(work: dict[str, Any]) -> dict[str, Any]:
-    """Computes and leaves the reference's answer; `work` is what the Prover tells."""
+    """Computes the reference's result and writes it; `work` comes from the Prover."""
     device = torch.device(work["device"])
     model = _model(work).to(device)
     trained = _trained(model, work)
-    called = _in_half(model, HALVES[work["precision"]]) if work["precision"] in HALVES else model
+    forward = _in_half(model, HALVES[work["precision"]]) if work["precision"] in HALVES else model
     routers = OwnRouters(model, work["routers"])
     documents = torch.load(work["documents"], weights_only=True)
-    count = sum(_learned(one, work["task"]) for one in documents)
+    count = sum(_loss_units(entry, work["task"]) for entry in documents)
     optimizer = torch.optim.AdamW(
         [
             {"params": [p for p in trained.values() if _decays(p, work)], "weight_decay": work["weight_decay"]},
@@ -38,22 +38,22 @@ def answer(work: dict[str, Any]) -> dict[str, Any]:
         ],
         lr=work["learning_rate"], betas=tuple(work["betas"]), eps=work["eps"],
     )  # fmt: skip
-    told: dict[str, Any] = {"units": count, "documents": len(documents)}
+    figures: dict[str, Any] = {"units": count, "documents": len(documents)}
     gradients: dict[str, torch.Tensor] = {}
     parameters: dict[str, torch.Tensor] = {}
     for step in range(STEPS):
         total = 0.0
         for document in documents:
-            if _learned(document, work["task"]):
-                loss = _summed_loss(called, document, work["task"], device, routers) / count
+            if _loss_units(document, work["task"]):
+                loss = _summed_loss(forward, document, work["task"], device, routers) / count
                 loss.backward()
                 total += loss.item()
             elif routers.rate:  # its tokens are routed too
                 with torch.no_grad():
                     ids = document["ids"][None].to(device)
-                    called(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
+                    forward(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
         norm = sum(float(p.grad.double().square().sum()) for p in trained.values() if p.grad is not None) ** 0.5
-        told |= {"loss" if step == 0 else "after": total, "norm" if step == 0 else "after_norm": norm}
+        figures |= {"loss" if step == 0 else "after": total, "norm" if step == 0 else "after_norm": norm}
         if step == 0:
             gradients = {n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in trained.items()}
         if work["clip"] is not None:
@@ -63,12 +63,12 @@ def answer(work: dict[str, Any]) -> dict[str, Any]:
         biases = routers.update()
         if step == 0:
             parameters = {n: p.detach().clone() for n, p in trained.items()} | biases
-            told["biases"] = list(biases)
+            figures["biases"] = list(biases)
     if not work["steps_like_ours"]:  # another optimizer: the gradients are to be compared, what becomes of them is not
-        told.pop("after")
-        parameters = {name: parameters[name] for name in told["biases"]}
-    write_reference(Path(work["answer"]), gradients, parameters, told)
-    return told
+        figures.pop("after")
+        parameters = {name: parameters[name] for name in figures["biases"]}
+    write_reference(Path(work["answer"]), gradients, parameters, figures)
+    return figures
 
 
 def _model(work: dict[str, Any]) -> Any:
@@ -77,25 +77,25 @@ def _model(work: dict[str, Any]) -> Any:
     kind = getattr(transformers, work["auto_class"])
     transformers.utils.logging.set_verbosity_error()
     # Eager attention is the model's definition: what is faster may compute something else, and SDPA does for some.
-    how = {"dtype": torch.float32, "attn_implementation": "eager", "trust_remote_code": work["trust_remote_code"]}
-    model: Any = kind.from_pretrained(work["model"], **how)
+    options = {"dtype": torch.float32, "attn_implementation": "eager", "trust_remote_code": work["trust_remote_code"]}
+    model: Any = kind.from_pretrained(work["model"], **options)
     model.config.use_cache = False
     return model.train()  # without dropout: the folder's config has none
 
 
-def _in_half(model: Any, kind: torch.dtype) -> Callable[..., Any]:
-    """The model computing in half precision, on weights that stay in single: what rounding alone makes of it."""
+def _in_half(model: Any, dtype: torch.dtype) -> Callable[..., Any]:
+    """The model computing in half precision on fp32 weights: the effect of rounding alone."""
 
-    def called(**given: Any) -> Any:
-        halves = {n: p.to(kind) for n, p in model.named_parameters()}
-        return torch.func.functional_call(model, halves, kwargs=given)
+    def forward(**kwargs: Any) -> Any:
+        halves = {n: p.to(dtype) for n, p in model.named_parameters()}
+        return torch.func.functional_call(model, halves, kwargs=kwargs)
 
-    return called
+    return forward
 
 
 def _trained(model: Any, work: dict[str, Any]) -> dict[str, nn.Parameter]:
-    """The parameters that the run trains, by name; low-rank updates are put beside their layers as the paper says."""
-    named = dict(model.named_parameters())
+    """The parameters that the run trains, by name; low-rank updates are added by hooks, as in the paper."""
+    parameters = dict(model.named_parameters())
     added: dict[str, nn.Parameter] = {}
     if work["adapter"]:
         from safetensors.torch import load_file
@@ -104,15 +104,15 @@ def _trained(model: Any, work: dict[str, Any]) -> dict[str, nn.Parameter]:
             name = key.removeprefix("base_model.model.").removesuffix(".weight")
             added[name] = nn.Parameter(tensor.to(work["device"]))
         for module, scale in work["scales"].items():
-            _beside(model.get_submodule(module), added[f"{module}.lora_A"], added[f"{module}.lora_B"], scale)
-    for name, parameter in named.items():
+            _add_low_rank(model.get_submodule(module), added[f"{module}.lora_A"], added[f"{module}.lora_B"], scale)
+    for name, parameter in parameters.items():
         parameter.requires_grad_(name in work["trained"])
-    return {name: added[name] if name in added else named[name] for name in work["trained"]}
+    return {name: added[name] if name in added else parameters[name] for name in work["trained"]}
 
 
-def _beside(module: nn.Module, down: nn.Parameter, up: nn.Parameter, scale: float) -> None:
-    def add(_: nn.Module, given: tuple[torch.Tensor, ...], out: torch.Tensor) -> torch.Tensor:
-        return out + scale * F.linear(F.linear(given[0], down.to(out.dtype)), up.to(out.dtype))
+def _add_low_rank(module: nn.Module, down: nn.Parameter, up: nn.Parameter, scale: float) -> None:
+    def add(_: nn.Module, args: tuple[torch.Tensor, ...], out: torch.Tensor) -> torch.Tensor:
+        return out + scale * F.linear(F.linear(args[0], down.to(out.dtype)), up.to(out.dtype))
 
     module.register_forward_hook(add)
 
@@ -121,8 +121,8 @@ def _decays(parameter: torch.Tensor, work: dict[str, Any]) -> bool:
     return parameter.ndim >= 2 or bool(work["decay_norms"])
 
 
-def _learned(document: dict[str, torch.Tensor], task: str) -> int:
-    """What a document counts for: learned tokens, or itself where a class is learned."""
+def _loss_units(document: dict[str, torch.Tensor], task: str) -> int:
+    """Loss units of a document: its loss tokens, or 1 for a classified document."""
     if task == "causal":
         return int(document["learned"][1:].sum())
     if task == "classify":
@@ -133,12 +133,12 @@ def _learned(document: dict[str, torch.Tensor], task: str) -> int:
 def _summed_loss(
     model: Any, document: dict[str, torch.Tensor], task: str, device: torch.device, routers: OwnRouters
 ) -> torch.Tensor:
-    """-log p of everything that is learned of one document, summed; where routers add to it, the model's own loss."""
+    """Summed -log p over a document's loss tokens; where routers add to it, the model's own loss."""
     ids = document["ids"][None].to(device)
-    more = {"token_type_ids": document["types"][None].to(device)} if "types" in document else {}
+    extra = {"token_type_ids": document["types"][None].to(device)} if "types" in document else {}
     if task == "causal" and routers.active:
         labels = ids.masked_fill(~document["learned"][None].to(device), -100)
-        return routers.loss(model, ids, labels) * _learned(document, task)
+        return routers.loss(model, ids, labels) * _loss_units(document, task)
     if task == "causal":
         logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits[0, :-1]
         learned = document["learned"][1:].to(device)
@@ -148,5 +148,5 @@ def _summed_loss(
         # transformers shifts the target itself, and averages.
         loss = model(input_ids=ids, attention_mask=torch.ones_like(ids), labels=labels[None], use_cache=False).loss
         return torch.as_tensor(loss * len(labels))
-    logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), **more).logits[0].float()
+    logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), **extra).logits[0].float()
     return F.cross_entropy(logits if task == "masked" else logits[None], labels, reduction="sum")

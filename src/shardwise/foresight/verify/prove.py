@@ -1,4 +1,4 @@
-"""Prepares what a proof needs, asks the reference, and tries claims."""
+"""Prepares the data of a verification, computes the reference, and tries claims."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from shardwise.core.errors import RunFailed, UserError, WordedUserError
 from shardwise.foresight.prepare import prepare_run
 from shardwise.foresight.verify.certificate import FAIL, OPEN, PASS, UNTRIED, ClaimRow
 from shardwise.foresight.verify.claims import BATCH, MODEL, PACKING, ROWS, Claim, ClaimPlan
-from shardwise.foresight.verify.compare import HALF, TIMES, Reference, rounding, together, wider
+from shardwise.foresight.verify.compare import HALF, TIMES, Reference, rounding, wider, worst_difference
 from shardwise.foresight.verify.ranks import Ranks, first_failure, unlaunched
 from shardwise.foresight.verify.sized import ShrunkModel, write_adapter
 from shardwise.nn.models.source import ModelSource
@@ -34,35 +34,41 @@ Say = Callable[[str], None]
 
 
 def as_run(base: dict[str, Any], claim: Claim) -> Run:
-    """The run that shows a claim."""
+    """Returns the run that shows a claim."""
     return Run.model_validate(changed(base, claim.settings))
 
 
 def changed(values: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
-    """The run with values at dotted paths."""
-    made: dict[str, Any] = json.loads(json.dumps(values))
+    """Returns a copy of the run's values with settings at dotted paths."""
+    result: dict[str, Any] = json.loads(json.dumps(values))
     for path, value in settings.items():
-        place(made, path, value)
-    return made
+        place(result, path, value)
+    return result
 
 
 class Prover:
-    """Prepares the documents, asks the reference, and tries claims."""
+    """Prepares documents, computes the reference, and tries claims."""
 
     def __init__(
         self, base: dict[str, Any], source: ModelSource, plan: ClaimPlan, sized: ShrunkModel, folder: Path, say: Say
     ) -> None:
-        self.base, self.source, self.plan, self.sized, self.folder, self.say = base, source, plan, sized, folder, say
+        self.base = base
+        self.source = source
+        self.plan = plan
+        self.sized = sized
+        self.folder = folder
+        self.say = say
         self.notes: list[str] = []
         self.plain = False
         self.adapter: Path | None = None
         self.scales: dict[str, float] = {}
-        self.together = 0  # documents that share a row
-        self.batch_told, self.reference_told = "", ""
+        self.packed_documents = 0  # documents that share a row
+        self.batch_description = ""
+        self.reference_description = ""
         self._jobs: dict[str, ResolvedRun] = {}
 
     def prepare(self) -> None:
-        """The documents of the proof's batch, as plain lists of ids, and an adapter that has values everywhere."""
+        """Saves the documents of the batch as plain lists of ids, and an adapter with non-zero values."""
         first = self.plan.claims[0]
         self.say("reading the data")
         job = self._job(first.settings)
@@ -78,18 +84,21 @@ class Prover:
             BATCH: self._job({k: v for k, v in first.settings.items() if k != "data.packing"}) if packed else job
         }
         batches |= {ROWS: job} if packed else {}
-        for name, each in batches.items():
-            torch.save(_documents(each, self.plan.rows), self.folder / f"{name}.pt")
+        for name, batch_job in batches.items():
+            torch.save(_documents(batch_job, self.plan.rows), self.folder / f"{name}.pt")
         self._jobs = batches
         sequences = batches[BATCH].loader().sequences(0, self.plan.rows)
-        documents, tokens = sum(map(len, sequences)), sum(int(s["length"].sum()) for s in sequences)
-        self.together = sum(len(s) for s in sequences if len(s) > 1)
-        how = f"{documents} documents in {len(sequences)} packed rows" if packed else f"{documents} documents"
-        self.batch_told = f"{how}, {tokens:,} tokens of the run's own data"
-        self.reference_told = "one document at a time, transformers' forward, summed loss / count, torch's AdamW, fp32"
+        documents = sum(map(len, sequences))
+        tokens = sum(int(s["length"].sum()) for s in sequences)
+        self.packed_documents = sum(len(s) for s in sequences if len(s) > 1)
+        layout = f"{documents} documents in {len(sequences)} packed rows" if packed else f"{documents} documents"
+        self.batch_description = f"{layout}, {tokens:,} tokens of the run's own data"
+        self.reference_description = (
+            "one document at a time, transformers' forward, summed loss / count, torch's AdamW, fp32"
+        )
         if not self.plain:
-            what = task if task not in PLAIN_TASKS else run.method.type
-            self.reference_told = f"one rank of Shardwise, undivided ({what} has no plain counterpart)"
+            unsupported = task if task not in PLAIN_TASKS else run.method.type
+            self.reference_description = f"one rank of Shardwise, undivided ({unsupported} has no plain counterpart)"
         elif run.train.optimizer != "adamw" or run.train.optimizer_state != "fp32":
             self.notes.append(
                 f"losses and gradients are compared; {run.train.optimizer}'s update has no plain counterpart"
@@ -101,9 +110,10 @@ class Prover:
             return prepare_run(LoadedRun(Run.model_validate(values)))
 
     def _begin_adapter(self, job: ResolvedRun) -> None:
-        """Gives a plain LoRA run an adapter to start from, which the reference reads too."""
-        method, plan = job.run.method, job.adapted.plan
-        if not isinstance(method, Lora) or isinstance(method, Qlora) or plan is None or plan.dora or plan.whole:
+        """Gives a plain LoRA run an initial adapter, which the reference reads too."""
+        method = job.run.method
+        plan = job.adapted.plan
+        if not isinstance(method, Lora) or isinstance(method, Qlora) or plan is None or plan.dora or plan.fully_trained:
             return
         from shardwise.nn.adapters.layers import features
         from shardwise.nn.adapters.peft import peft_config
@@ -118,8 +128,8 @@ class Prover:
         self.base["method"]["adapter"] = str(self.adapter)
 
     def compute_reference(self, ranks: Ranks) -> None:
-        """Leaves the reference's answers in the folder."""
-        told: list[str] = []
+        """Writes the reference's results to the folder."""
+        notes: list[str] = []
         for name, job in self._jobs.items():
             self.say(f"computing the reference ({name})" if len(self._jobs) > 1 else "computing the reference")
             if self.plain:
@@ -131,44 +141,46 @@ class Prover:
                 work = self._work("own", settings) | {"against": None, "answer": str(self._answer(name))}
             self._ask_reference(work, f"reference-{name}", ranks)
             if self.plain and job.run.precision != "fp32":
-                told += self._allow_rounding(work, name, ranks)
-        self.notes += told[:1]  # another batch says about the same
+                notes += self._allow_rounding(work, name, ranks)
+        self.notes += notes[:1]  # another batch says about the same
 
     def _ask_reference(self, work: dict[str, Any], log: str, ranks: Ranks) -> None:
-        found = ranks.ask(work | {"folder": str(self.folder / "claims" / log), "ranks": 1})
-        if "failed" in found[0]:
-            if found[0]["kind"] == "user":
-                raise WordedUserError(found[0]["failed"])
-            raise RunFailed(f"the reference failed: {found[0]['failed']}\n  → --keep FOLDER keeps its log")
+        results = ranks.ask(work | {"folder": str(self.folder / "claims" / log), "ranks": 1})
+        if "failed" in results[0]:
+            if results[0]["kind"] == "user":
+                raise WordedUserError(results[0]["failed"])
+            raise RunFailed(f"the reference failed: {results[0]['failed']}\n  → --keep FOLDER keeps its log")
 
     def _allow_rounding(self, work: dict[str, Any], name: str, ranks: Ranks) -> list[str]:
-        """Measures what half precision alone makes of the reference, and gives claims on this batch that much room.
+        """Measures the effect of half precision on the reference, and widens the bounds of claims on this batch.
 
-        Returns what is to be said of it, if it is more than usual.
+        Returns a note if the effect is larger than usual.
         """
-        file, kind = self.folder / f"{name}-half.safetensors", self.base["precision"]
-        self._ask_reference(work | {"precision": kind, "answer": str(file)}, f"half-{name}", ranks)
-        room = rounding(Reference(file), Reference(self._answer(name)))
+        file = self.folder / f"{name}-half.safetensors"
+        precision = self.base["precision"]
+        self._ask_reference(work | {"precision": precision, "answer": str(file)}, f"half-{name}", ranks)
+        bounds = rounding(Reference(file), Reference(self._answer(name)))
         self.plan.claims = [
-            replace(claim, bounds=wider(claim.bounds, room)) if claim.batch == name else claim
+            replace(claim, bounds=wider(claim.bounds, bounds)) if claim.batch == name else claim
             for claim in self.plan.claims
         ]
-        if room.gradient <= HALF.gradient and room.loss <= HALF.loss and room.after <= HALF.after:
+        if bounds.gradient <= HALF.gradient and bounds.loss <= HALF.loss and bounds.after <= HALF.after:
             return []
         return [
-            f"{kind} alone moves this model's loss by {room.loss / TIMES:.1e} and its gradients by "
-            f"{room.gradient / TIMES:.1e}: bounds are {TIMES:.0f} times that; without --precision they are narrow"
+            f"{precision} alone moves this model's loss by {bounds.loss / TIMES:.1e} and its gradients by "
+            f"{bounds.gradient / TIMES:.1e}: bounds are {TIMES:.0f} times that; without --precision they are narrow"
         ]
 
     def _plain_work(self, name: str, job: ResolvedRun) -> dict[str, Any]:
-        run, source = job.run, job.source
+        run = job.run
+        source = job.source
         train = run.train
         return {
             "kind": "plain", "model": str(self.sized.folder), "auto_class": CLASSES[source.task][0],
             "trust_remote_code": source.trust_remote_code, "task": source.task, "device": run.device,
             "precision": "fp32", "documents": str(self.folder / f"{name}.pt"), "answer": str(self._answer(name)),
             "trained": _trained(job), "adapter": str(self.adapter) if self.adapter else None, "scales": self.scales,
-            "learning_rate": train.learning_rate, "betas": train.betas, "eps": train.eps, "clip": train.clip,
+            "learning_rate": train.learning_rate, "betas": train.betas, "eps": train.eps, "clip": train.max_grad_norm,
             "weight_decay": train.weight_decay, "decay_norms": train.decay_norms,
             "steps_like_ours": train.optimizer == "adamw" and train.optimizer_state == "fp32",
             "routers": _routers(self.base, job),
@@ -184,39 +196,41 @@ class Prover:
         return {"kind": "claim", "run": values}
 
     def show(self, claim: Claim, ranks: Ranks, rows: list[ClaimRow]) -> ClaimRow:
-        """Tries a claim, unless there is nothing to try."""
+        """Tries a claim, unless it cannot show anything."""
         failed = {row.claim.name for row in rows if row.verdict in (FAIL, UNTRIED)}
         if broken := next((name for name in claim.rests_on if name in failed), None):
             return ClaimRow(claim, UNTRIED, why=f"it rests on: {broken}")
         if not self.plain and claim.name in (MODEL, PACKING):
             return ClaimRow(claim, OPEN, why="the reference does this itself")
-        if claim.name == PACKING and not self.together:
+        if claim.name == PACKING and not self.packed_documents:
             return ClaimRow(
                 claim, OPEN, why="no row of the batch holds two documents: a longer data.sequence_length would"
             )
         try:  # a tiny model has other numbers of heads and experts than the one that the run's axes fit
             check_model_axes(as_run(self.base, claim), self.sized.config)
         except UserError as error:
-            return ClaimRow(claim, OPEN, why=f"of {self.sized.told}: {error.field} {error.problem}")
+            return ClaimRow(claim, OPEN, why=f"of {self.sized.description}: {error.field} {error.problem}")
         self.say(f"{claim.name}: {claim.what}")
         folder = self.folder / "claims" / _file_name(claim.name)
         work = self._work(_file_name(claim.name), claim.settings)
         work |= {"against": str(self._answer(claim.batch)), "bounds": asdict(claim.bounds), "ranks": claim.ranks}
         folder.mkdir(parents=True)
-        meeting = {"device": work["run"]["device"], "timeout": work["run"]["timeout"]}
-        meeting["backend"] = "nccl" if meeting["device"] == "cuda" and work["run"]["backend"] == "auto" else "gloo"
-        (folder / "meet.json").write_text(json.dumps(meeting))
-        began = time.monotonic()
-        found = ranks.ask(work | {"folder": str(folder)})
-        seconds = time.monotonic() - began
-        if (failure := first_failure(found)) is not None:
-            rank, told = failure
-            said = told["failed"] if told["kind"] == "user" else f"rank {rank} failed: {told['failed']}"
-            return ClaimRow(claim, FAIL, why=said, seconds=seconds)
+        rendezvous = {"device": work["run"]["device"], "timeout": work["run"]["timeout"]}
+        rendezvous["backend"] = (
+            "nccl" if rendezvous["device"] == "cuda" and work["run"]["backend"] == "auto" else "gloo"
+        )
+        (folder / "meet.json").write_text(json.dumps(rendezvous))
+        started = time.monotonic()
+        results = ranks.ask(work | {"folder": str(folder)})
+        seconds = time.monotonic() - started
+        if (failure := first_failure(results)) is not None:
+            rank, report = failure
+            reason = report["failed"] if report["kind"] == "user" else f"rank {rank} failed: {report['failed']}"
+            return ClaimRow(claim, FAIL, why=reason, seconds=seconds)
         names = json.loads(self._answer(claim.batch).with_suffix(".json").read_text())["names"]
-        difference = together(found, names)
+        difference = worst_difference(results, names)
         trouble = difference.trouble(claim.bounds)
-        notes = found[0]["notes"]
+        notes = results[0]["notes"]
         if difference.gradient is None:
             notes.append("gradients are used up as they come: their norm and the update are compared")
         return ClaimRow(claim, FAIL if trouble else PASS, difference, trouble, seconds, tuple(notes))
@@ -227,7 +241,7 @@ def _file_name(name: str) -> str:
 
 
 def _routers(base: dict[str, Any], job: ResolvedRun) -> dict[str, Any]:
-    """What the reference is to know of routers: the run's own settings, and the names of biases and their experts."""
+    """The reference's router settings: the run's own, and the names of biases and their experts."""
     from shardwise.nn.adapters.apply import apply_method
     from shardwise.nn.models.build import build_on_meta
     from shardwise.parallel.expert.apply import count_loads
@@ -236,14 +250,15 @@ def _routers(base: dict[str, Any], job: ResolvedRun) -> dict[str, Any]:
 
     model = build_on_meta(job.source)
     apply_method(model, job.run, job.source.weights)
-    found, loads = routers_of(job.source, model), count_loads(model, torch.device("cpu"))
-    biases = {} if found is None or loads is None else find_biases(model, found.biases, loads)
+    routers = routers_of(job.source, model)
+    loads = count_loads(model, torch.device("cpu"))
+    biases = {} if routers is None or loads is None else find_biases(model, routers.biases, loads)
     names = {name: loads.layers[bias.row] for name, bias in biases.items()} if loads is not None else {}
-    asked = base.get("router") or {}
+    settings = base.get("router") or {}
     return {
-        "aux_loss": asked.get("aux_loss", "auto"), "z_loss": asked.get("z_loss", "auto"),
+        "aux_loss": settings.get("aux_loss", "auto"), "z_loss": settings.get("z_loss", "auto"),
         "bias_update": job.run.router.bias_update, "biases": names if job.run.router.bias_update else {},
-        "top_k": 0 if found is None else found.top_k,
+        "top_k": 0 if routers is None else routers.top_k,
     }  # fmt: skip
 
 
@@ -257,20 +272,22 @@ def _trained(job: ResolvedRun) -> list[str]:
 
 
 def _documents(job: ResolvedRun, rows: int) -> list[dict[str, torch.Tensor]]:
-    """The documents of the first batch one by one, read from the store; which are in it is the loader's to say."""
-    loader, purpose = job.loader(), purpose_of(job.run)
-    found: list[dict[str, torch.Tensor]] = []
+    """The documents of the first batch one by one, read from the store; the loader decides which."""
+    loader = job.loader()
+    purpose = purpose_of(job.run)
+    documents: list[dict[str, torch.Tensor]] = []
     for sequence in loader.sequences(0, rows):
         for document in sequence:
             ids, learned = (torch.as_tensor(part) for part in loader.document(document))
-            ids, learned = ids.long(), learned.bool()
+            ids = ids.long()
+            learned = learned.bool()
             if purpose == "causal":
-                found.append({"ids": ids, "learned": learned})
+                documents.append({"ids": ids, "learned": learned})
             elif purpose == "seq2seq":
-                found.append({"ids": ids[~learned], "labels": ids[learned]})
+                documents.append({"ids": ids[~learned], "labels": ids[learned]})
             elif purpose in ("masked", "classify"):
                 # Which tokens are hidden is drawn by the layout, and a class is its last token: one row of it.
                 row = loader.collate([sequence])
                 types = {} if row.token_type_ids is None else {"types": row.token_type_ids[0]}
-                found.append({"ids": row.input_ids[0], "labels": row.labels[0], **types})
-    return found
+                documents.append({"ids": row.input_ids[0], "labels": row.labels[0], **types})
+    return documents

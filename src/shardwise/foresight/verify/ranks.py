@@ -1,4 +1,4 @@
-"""The ranks of a proof as the command sees them: work goes in, what each found comes out, and none stays behind."""
+"""The ranks of a verification as the command sees them: work goes in, results come out, no process is left behind."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR
 
 
 class Ranks:
-    """The process that ranks are forked from, and all of its descendants: one group, ended together."""
+    """The process that ranks are forked from; it and its descendants form one group and end together."""
 
     def __init__(self, environment: dict[str, str], model: Path, device: str, log: Path) -> None:
         self._log = log
-        with log.open("wb") as words:
+        with log.open("wb") as log_file:
             self._process = subprocess.Popen(
                 [*HOST, str(os.getpid()), str(model), device], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                stderr=words, env=environment, start_new_session=True,
+                stderr=log_file, env=environment, start_new_session=True,
             )  # fmt: skip
 
     def ask(self, work: dict[str, Any]) -> list[dict[str, Any]]:
-        """What each rank found."""
+        """Runs work on the ranks and returns the result of each."""
         process = self._process
         assert process.stdin is not None and process.stdout is not None
         with contextlib.suppress(BrokenPipeError):  # it has ended, as the next line will tell
@@ -40,28 +40,28 @@ class Ranks:
             process.stdin.flush()
         line = process.stdout.readline()
         if not line:
-            words = self._log.read_text(errors="replace").strip().splitlines() or ["no words"]
-            raise RunFailed(f"the process of the ranks ended: {words[-1]}\n  → --keep FOLDER keeps the logs")
-        found: list[dict[str, Any]] = json.loads(line)
-        return found
+            log_lines = self._log.read_text(errors="replace").strip().splitlines() or ["no words"]
+            raise RunFailed(f"the process of the ranks ended: {log_lines[-1]}\n  → --keep FOLDER keeps the logs")
+        results: list[dict[str, Any]] = json.loads(line)
+        return results
 
     def end(self) -> None:
-        """Leaves no process behind."""
+        """Kills the whole process group."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
 
-def first_failure(found: list[dict[str, Any]]) -> tuple[int, dict[str, Any]] | None:
-    """Of ranks that failed, the one that tells most: those that lost a peer tell least."""
-    failed = [(rank, one) for rank, one in enumerate(found) if "failed" in one]
+def first_failure(results: list[dict[str, Any]]) -> tuple[int, dict[str, Any]] | None:
+    """Returns the failed rank that is most informative: those that lost a peer are least."""
+    failed = [(rank, entry) for rank, entry in enumerate(results) if "failed" in entry]
     order = {"user": 0, "bug": 1, "lost": 2}
-    return min(failed, key=lambda one: order[one[1]["kind"]], default=None)
+    return min(failed, key=lambda entry: order[entry[1]["kind"]], default=None)
 
 
 @contextmanager
 def unlaunched() -> Iterator[None]:
-    """Without what a launcher left in the environment: a proof brings its own ranks."""
+    """Removes a launcher's variables from the environment inside the block."""
     launched = {name: os.environ.pop(name) for name in LAUNCHED if name in os.environ}
     try:
         yield
@@ -71,7 +71,7 @@ def unlaunched() -> Iterator[None]:
 
 @contextmanager
 def ranks(precision: str, device: str, folder: Path) -> Iterator[Ranks]:
-    """A host for the claims of a proof; its log and theirs lie in `folder`/claims."""
+    """Starts a host for ranks inside the block; logs are written to `folder`/claims."""
     environment = dict(os.environ) | {"TOKENIZERS_PARALLELISM": "false", "SHARDWISE_PROGRESS": "off"}
     for name in LAUNCHED:
         environment.pop(name, None)
@@ -87,12 +87,12 @@ def ranks(precision: str, device: str, folder: Path) -> Iterator[Ranks]:
 
 
 @contextmanager
-def stopped_by_sigterm(what: str = "nothing was certified") -> Iterator[None]:
-    """SIGTERM leaves as Ctrl-C does: what was begun is ended, and what was written is taken away."""
+def stopped_by_sigterm(consequence: str = "nothing was certified") -> Iterator[None]:
+    """Makes SIGTERM behave like Ctrl-C inside the block: children end and partial output is removed."""
     previous: Any = None
 
     def stop(number: int, frame: Any) -> None:
-        raise Interrupted(f"stopped: {what}", 128 + number)
+        raise Interrupted(f"stopped: {consequence}", 128 + number)
 
     with contextlib.suppress(ValueError):  # not the main thread: leave signals alone
         previous = signal.signal(signal.SIGTERM, stop)
@@ -105,20 +105,20 @@ def stopped_by_sigterm(what: str = "nothing was certified") -> Iterator[None]:
 
 @contextmanager
 def heeding_interrupts() -> Iterator[Callable[[], None]]:
-    """Gives a function that raises if Ctrl-C was pressed: code on the way (an import) may have swallowed it."""
-    heard: list[int] = []
+    """Yields a function that raises if Ctrl-C was pressed: an import on the way may have swallowed it."""
+    received: list[int] = []
 
-    def hear(number: int, frame: Any) -> None:
-        heard.append(number)
+    def on_interrupt(number: int, frame: Any) -> None:
+        received.append(number)
         raise KeyboardInterrupt
 
     def check() -> None:
-        if heard:
+        if received:
             raise KeyboardInterrupt
 
     previous: Any = None
     with contextlib.suppress(ValueError):  # not the main thread: leave signals alone
-        previous = signal.signal(signal.SIGINT, hear)
+        previous = signal.signal(signal.SIGINT, on_interrupt)
     try:
         yield check
     finally:

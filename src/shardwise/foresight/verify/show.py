@@ -1,4 +1,4 @@
-"""The command's face: what is being tried while it is tried, then the certificate."""
+"""Terminal output of `shardwise verify`: progress while claims are tried, then the certificate."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ def show(
     keep: Path | None,
     as_json: bool,
 ) -> int:
-    """Verifies and prints; returns the exit code."""
+    """Verifies, prints the certificate, and returns the exit code."""
     try:
-        with _Trying() as trying:
+        with _Progress() as progress:
             certificate = verify(
-                run_file, overrides, VerifyOptions(full, layers, precision, keep), trying.say, trying.shown
+                run_file, overrides, VerifyOptions(full, layers, precision, keep), progress.say, progress.shown
             )  # fmt: skip
     except KeyboardInterrupt:
         raise Interrupted("stopped: nothing was certified", 130) from None
@@ -44,21 +44,21 @@ def show(
         if failure is not None:
             print(f"FAILED: {failure.claim.name}: {failure.why}")
         else:
-            shown = sum(row.difference is not None for row in certificate.rows)
-            told = f"{shown} claims shown" if shown else "NOTHING SHOWN: there is no claim of this run to try"
-            print(told + (f"; written to {output}" if output is not None else ""))
+            compared = sum(row.difference is not None for row in certificate.rows)
+            summary = f"{compared} claims shown" if compared else "NOTHING SHOWN: there is no claim of this run to try"
+            print(summary + (f"; written to {output}" if output is not None else ""))
     return 0 if certificate.passed else 1
 
 
-class _Trying:
-    """On a terminal a line that moves, in a log one line each; on standard error."""
+class _Progress:
+    """Progress on standard error: a live line on a terminal, one line per claim in a log."""
 
     def __init__(self) -> None:
         self._console = Console(stderr=True, force_terminal=None if sys.stderr.isatty() else False)
         self._mode = _mode(self._console)
         self._status: Any = None
 
-    def __enter__(self) -> _Trying:
+    def __enter__(self) -> _Progress:
         if self._mode == "live":
             self._status = self._console.status("")
             self._status.start()
@@ -69,14 +69,14 @@ class _Trying:
             self._status.stop()
 
     def say(self, text: str) -> None:
-        """What is done now."""
+        """Shows what is being done."""
         if self._status is not None:
             self._status.update(text)
         elif self._mode == "plain":
             print(f"  {text}", file=sys.stderr, flush=True)
 
     def shown(self, row: ClaimRow) -> None:
-        """What became of a claim."""
+        """Shows the verdict on a claim."""
         if self._mode != "off":
             self._console.print(
                 f"  {row.verdict:9} {row.claim.name} ({row.seconds:.1f} s)", highlight=False, markup=False

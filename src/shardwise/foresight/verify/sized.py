@@ -1,7 +1,7 @@
-"""The model of a proof: the user's own with fewer layers, as a folder that transformers and Shardwise read alike.
+"""The model of a verification: the user's own with fewer layers, as a folder that transformers and Shardwise both read.
 
-Widths stay as they are, and so do the weights of the layers that are left, where memory and time allow; else it is a
-tiny model of the same class with the same vocabulary. Dropout is off: it draws other numbers in other shapes.
+Widths and the weights of the remaining layers are kept where memory and time allow; otherwise it is a tiny model of the
+same class with the same vocabulary. Dropout is off: it draws different numbers for different shapes.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ WORK = {"cpu": 2e13, "cuda": 5e16}  # floating-point operations of all claims to
 
 @dataclass(frozen=True)
 class ShrunkModel:
-    """A model for a proof: its folder, what to say of it, its parameters, and its config."""
+    """A model for verification: its folder, description, number of parameters and config."""
 
     folder: Path
-    told: str
+    description: str
     parameters: int
     config: Any
 
 
 @dataclass(frozen=True)
 class Room:
-    """What a proof may take: free memory, and how much will be computed of it."""
+    """Resources of a verification: free memory, and the tokens that will be computed."""
 
     device: str
     memory: int
@@ -50,7 +50,7 @@ class Room:
     tokens: int  # through forward and backward, all claims together
 
     def holds(self, parameters: int) -> bool:
-        """Whether every rank can have a copy, and the work is done in some minutes."""
+        """Whether every rank can hold a copy, and the work takes some minutes at most."""
         return (
             BYTES * parameters * self.ranks <= self.memory and 6.0 * parameters * self.tokens <= WORK[self.device]
         )  # fmt: skip
@@ -59,24 +59,26 @@ class Room:
 def make_model(
     source: ModelSource, folder: Path, room: Room, layers: int | None, full: bool, stages: int
 ) -> ShrunkModel:
-    """Writes the folder; `stages` of a pipeline need at least as many layers."""
+    """Writes the model's folder; a pipeline needs at least `stages` layers."""
     if full:
-        return _whole(source, folder, room)
+        return _full_model(source, folder, room)
     depth = max(layers or max(LAYERS, kinds_within(source.config), kinds_of_blocks(source)), stages)
-    real = replace(source, config=fewer_layers(source.config, depth))
-    count = _count(real)
+    shallow = replace(source, config=fewer_layers(source.config, depth))
+    count = _count(shallow)
     if room.holds(count):
         loaded = source.weights is not None
-        _write(real, folder, loaded)
-        whose = "its own weights" if loaded else "fresh weights"
-        return ShrunkModel(folder, f"{source.label} with {depth} layers, real widths, {whose}", count, real.config)
+        _write(shallow, folder, loaded)
+        weights_note = "its own weights" if loaded else "fresh weights"
+        return ShrunkModel(
+            folder, f"{source.label} with {depth} layers, real widths, {weights_note}", count, shallow.config
+        )
     tiny = replace(source, config=tiny_config(source.config, depth))
     _write(tiny, folder, loaded=False)
-    told = f"a tiny {source.config.model_type} with {depth} layers (real widths take too long here)"
-    return ShrunkModel(folder, told, _count(tiny), tiny.config)
+    description = f"a tiny {source.config.model_type} with {depth} layers (real widths take too long here)"
+    return ShrunkModel(folder, description, _count(tiny), tiny.config)
 
 
-def _whole(source: ModelSource, folder: Path, room: Room) -> ShrunkModel:
+def _full_model(source: ModelSource, folder: Path, room: Room) -> ShrunkModel:
     count = _count(source)
     if BYTES * count * room.ranks > room.memory:
         problem = f"{count / 1e6:.0f}M parameters on {room.ranks} ranks take about {_gib(BYTES * count * room.ranks)}"
@@ -103,14 +105,14 @@ def _count(source: ModelSource) -> int:
 
 
 def kinds_within(config: Any) -> int:
-    """As many layers as it takes for each kind of them to be there."""
+    """Number of layers needed to include every layer type of the config."""
     kinds = getattr(config.get_text_config(), "layer_types", None) or []
     last = max((list(kinds).index(kind) for kind in set(kinds)), default=0)
     return min(last + 1, MOST_LAYERS)
 
 
 def kinds_of_blocks(source: ModelSource) -> int:
-    """As many layers as it takes for each kind of block to be there: dense ones may come before those with experts."""
+    """Number of layers needed to include every kind of block: dense ones may come before MoE blocks."""
     stacks: dict[str, list[Any]] = {}
     for name, block in find_blocks(build_on_meta(source)):
         shapes = tuple((key, parameter.shape) for key, parameter in block.named_parameters())
@@ -120,12 +122,12 @@ def kinds_of_blocks(source: ModelSource) -> int:
 
 
 def fewer_layers(config: Any, layers: int) -> Any:
-    """The same config for the first layers alone, without dropout."""
+    """Returns the config with the first layers only, without dropout."""
     return still(first_layers(config, layers))
 
 
 def still(config: Any) -> Any:
-    """Without dropout or noise, wherever it hides."""
+    """Returns the config without dropout or noise, in every sub-config."""
     config = copy.deepcopy(config)
     for part in (config, *(getattr(config, n, None) for n in getattr(type(config), "sub_configs", None) or {})):
         for name, value in list(vars(part).items()) if part is not None else []:
@@ -136,7 +138,7 @@ def still(config: Any) -> Any:
 
 
 def drops_out(config: Any) -> bool:
-    """Whether a model draws random numbers while it trains."""
+    """Whether a model uses dropout in training."""
     parts = (config, *(getattr(config, n, None) for n in getattr(type(config), "sub_configs", None) or {}))
     return any(
         isinstance(value, float) and value > 0 and "drop" in name and "classifier" not in name
@@ -145,31 +147,37 @@ def drops_out(config: Any) -> bool:
 
 
 def tiny_config(config: Any, layers: int) -> Any:
-    """A tiny config of the class for the same tokens and lengths."""
+    """Returns a tiny config of the same class for the same tokens and lengths."""
     small = shrink(config, layers)
-    for one, other in ((small, config), (small.get_text_config(), config.get_text_config())):
+    for small_part, original in ((small, config), (small.get_text_config(), config.get_text_config())):
         for name, size in SIZES.items():
-            if size in (VOCABULARY, POSITIONS) and isinstance(getattr(other, name, None), int) and name in vars(one):
-                setattr(one, name, getattr(other, name))
+            if (
+                size in (VOCABULARY, POSITIONS)
+                and isinstance(getattr(original, name, None), int)
+                and name in vars(small_part)
+            ):
+                setattr(small_part, name, getattr(original, name))
         for name in SPECIAL:
-            if hasattr(other, name):
-                setattr(one, name, getattr(other, name))
+            if hasattr(original, name):
+                setattr(small_part, name, getattr(original, name))
     if getattr(config, "id2label", None):
-        small.id2label, small.label2id = config.id2label, config.label2id
+        small.id2label = config.id2label
+        small.label2id = config.label2id
     return small
 
 
 def _write(source: ModelSource, folder: Path, loaded: bool) -> None:
-    """The model's values, in fp32, as a Hugging Face folder."""
-    kind, trust = auto_class(source.task), source.trust_remote_code
+    """Saves the model in fp32 as a Hugging Face folder."""
+    model_class = auto_class(source.task)
+    trust = source.trust_remote_code
     with quiet(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         if loaded:
-            model = kind.from_pretrained(
+            model = model_class.from_pretrained(
                 source.weights, config=source.config, dtype=torch.float32, trust_remote_code=trust
             )
         else:
-            model = kind.from_config(with_low_caps(source.config), dtype=torch.float32, trust_remote_code=trust)
+            model = model_class.from_config(with_low_caps(source.config), dtype=torch.float32, trust_remote_code=trust)
             with torch.no_grad():
                 for parameter in model.parameters():
                     size = parameter.shape[-1] ** -0.5 if parameter.ndim > 1 else 0.4
@@ -181,15 +189,15 @@ def _write(source: ModelSource, folder: Path, loaded: bool) -> None:
 def write_adapter(
     folder: Path, config: dict[str, Any], shapes: dict[str, tuple[int, int]], ranks: dict[str, int]
 ) -> None:
-    """A LoRA adapter with values everywhere (a fresh one's B is zero, and so are the gradients of its A)."""
+    """Writes a LoRA adapter with non-zero values (a fresh B is zero, and so are the gradients of A)."""
     from safetensors.torch import save_file
 
     os.makedirs(folder)
     random = torch.Generator().manual_seed(0)
     tensors = {}
-    for name, (wide_in, wide_out) in shapes.items():
-        for end, shape in (("lora_A", (ranks[name], wide_in)), ("lora_B", (wide_out, ranks[name]))):
+    for name, (in_features, out_features) in shapes.items():
+        for matrix, shape in (("lora_A", (ranks[name], in_features)), ("lora_B", (out_features, ranks[name]))):
             values = torch.randn(shape, generator=random) / shape[1] ** 0.5
-            tensors[f"base_model.model.{name}.{end}.weight"] = values * (1.0 if end == "lora_A" else 0.1)
+            tensors[f"base_model.model.{name}.{matrix}.weight"] = values * (1.0 if matrix == "lora_A" else 0.1)
     save_file(tensors, folder / "adapter_model.safetensors")
     (folder / "adapter_config.json").write_text(json.dumps(config))

@@ -1,1 +1,1 @@
-"""Every architecture of transformers along every axis of parallelism."""
+"""Tests every architecture of transformers along every axis of parallelism."""

@@ -1,4 +1,4 @@
-"""Every architecture of the installed transformers along every axis, against one process: the table in the docs.
+"""Tests every architecture of the installed transformers along every axis against one process: the table in the docs.
 
 Each trial runs in processes of its own, forked from one that has imported everything: a model whose code hangs or
 crashes costs its time limit and no other trial.
@@ -40,7 +40,7 @@ AXES = {
 
 @dataclass(frozen=True)
 class ZooResult:
-    """Of one architecture along one axis: `pass`, `wrong`, `refused`, or `unbuilt` where no tiny model runs here."""
+    """Result of one architecture along one axis: `pass`, `wrong`, `refused`, or `unbuilt` if no tiny model runs."""
 
     model_type: str
     task: str
@@ -53,70 +53,72 @@ class ZooResult:
 
 
 def architectures(task: Task) -> list[str]:
-    """Model types for a task, as transformers lists them."""
+    """Returns the model types for a task, as transformers lists them."""
     from transformers.models.auto import modeling_auto as auto
 
-    listed: dict[str, Any] = {
+    mappings: dict[str, Any] = {
         "causal": auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
         "masked": auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
         "seq2seq": auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
     }
-    return sorted(listed[task])
+    return sorted(mappings[task])
 
 
 def tiny_case(model_type: str, task: Task) -> TinyCase:
-    """A case of an architecture as its authors configure it, but small."""
+    """Returns a test case with the architecture's default config, shrunk."""
     from transformers import CONFIG_MAPPING
 
     return case_of(shrink(CONFIG_MAPPING[model_type]()), task)
 
 
 def trials(axis: str, task: Task, names: Sequence[str] = (), limit: float = LIMIT) -> Iterator[ZooResult]:
-    """The results of an axis, one architecture after the other."""
+    """Yields the results of an axis, one architecture after the other."""
     _ready(axis)
     for model_type in names or architectures(task):
         yield one_trial(model_type, task, axis, limit)
 
 
 def one_trial(model_type: str, task: Task, axis: str, limit: float = LIMIT) -> ZooResult:
-    """Forks the ranks of a trial, waits for them, and reads what they found."""
-    began = time.monotonic()
-    found = run_ranks(lambda rank, folder: _on_rank(rank, model_type, task, axis, folder), RANKS, limit)
-    seconds = round(time.monotonic() - began, 2)
+    """Forks the ranks of a trial, waits for them, and returns the result."""
+    started = time.monotonic()
+    results = run_ranks(lambda rank, folder: _on_rank(rank, model_type, task, axis, folder), RANKS, limit)
+    seconds = round(time.monotonic() - started, 2)
     silent = {"outcome": "refused", "why": f"no answer within {limit:.0f} s, or a crash"}
-    known = [one for one in found if one is not None]
+    answered = [result for result in results if result is not None]
     # The rank that failed by itself tells more than those that waited for it in vain.
-    bad = [one for one in known if one["outcome"] != "pass"]
-    told = min(bad, key=lambda one: "process group" in one["why"] or "gloo" in one["why"], default=None)
-    if told is None:
-        told = known[0] if len(known) == RANKS else silent
-    return ZooResult(model_type, task, axis, seconds=seconds, **told)
+    failures = [result for result in answered if result["outcome"] != "pass"]
+    outcome = min(
+        failures, key=lambda result: "process group" in result["why"] or "gloo" in result["why"], default=None
+    )
+    if outcome is None:
+        outcome = answered[0] if len(answered) == RANKS else silent
+    return ZooResult(model_type, task, axis, seconds=seconds, **outcome)
 
 
 def _ready(axis: str) -> Trial:
     torch.set_num_threads(1)
     module, _, name = AXES[axis].partition(":")
-    found: Trial = getattr(importlib.import_module(module), name)
-    return found
+    trial: Trial = getattr(importlib.import_module(module), name)
+    return trial
 
 
 def _on_rank(rank: int, model_type: str, task: Task, axis: str, folder: Path) -> dict[str, Any]:
     try:
         case = tiny_case(model_type, task)
-        wanted = alone(case)
+        expected = alone(case)
     except BaseException as error:
         return {"outcome": "unbuilt", "why": _line(error)}
 
-    def divided() -> Deviation:
+    def run_sharded() -> Deviation:
         dist.init_process_group(
             "gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=RANKS,
             timeout=datetime.timedelta(seconds=40),
         )  # fmt: skip
-        return judge(_ready(axis)(case, init_device_mesh("cpu", (RANKS,), mesh_dim_names=(axis,))), wanted)
+        return judge(_ready(axis)(case, init_device_mesh("cpu", (RANKS,), mesh_dim_names=(axis,))), expected)
 
-    return outcome_of(divided)
+    return outcome_of(run_sharded)
 
 
 def as_json(results: Sequence[ZooResult]) -> str:
-    """For programs."""
-    return json.dumps([asdict(one) for one in results], indent=1)
+    """Returns the results as JSON."""
+    return json.dumps([asdict(result) for result in results], indent=1)

@@ -1,4 +1,4 @@
-"""The zoo as a table: run from the command line, kept while it runs, written for the docs."""
+"""The zoo as a table: run from the command line, saved while it runs, written for the docs."""
 
 from __future__ import annotations
 
@@ -20,12 +20,14 @@ SIGNS = {"pass": "✓", "wrong": "WRONG", "refused": "–", "unbuilt": ""}
 MEANT = {"expert": ("causal",), "context": ("causal", "masked")}  # tasks that an axis is tried on, where not all
 
 
-def run_zoo(names: Sequence[str], axes: Sequence[str], tasks: Sequence[str], kept: Path | None) -> list[ZooResult]:
-    """Results of every combination asked for; those in the file `kept` are not tried again, new ones are added."""
+def run_zoo(
+    names: Sequence[str], axes: Sequence[str], tasks: Sequence[str], results_file: Path | None
+) -> list[ZooResult]:
+    """Returns the results of every requested combination; those in the file `kept` are reused, new ones added."""
     _check(names, axes, tasks)
     warnings.filterwarnings("ignore")
-    known = _read(kept)
-    wanted = [
+    results = _read(results_file)
+    combinations = [
         (axis, task, name)
         for axis in axes for task in TASKS
         if task in tasks and task in MEANT.get(axis, TASKS)
@@ -33,40 +35,48 @@ def run_zoo(names: Sequence[str], axes: Sequence[str], tasks: Sequence[str], kep
     ]  # fmt: skip
     columns = (TextColumn("{task.description:40}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True)) as progress:
-        bar = progress.add_task("", total=len(wanted))
-        for axis, task, name in wanted:
+        bar = progress.add_task("", total=len(combinations))
+        for axis, task, name in combinations:
             progress.update(bar, description=f"{axis}: {name} ({task})")
-            if (axis, task, name) not in known:
-                known[axis, task, name] = next(trials(axis, task, [name]))
-                if kept is not None:
-                    kept.write_text(as_json(list(known.values())))
+            if (axis, task, name) not in results:
+                results[axis, task, name] = next(trials(axis, task, [name]))
+                if results_file is not None:
+                    results_file.write_text(as_json(list(results.values())))
             progress.advance(bar)
-    return [known[one] for one in wanted]
+    return [results[combination] for combination in combinations]
 
 
 def _check(names: Sequence[str], axes: Sequence[str], tasks: Sequence[str]) -> None:
-    listed = {name for task in TASKS for name in architectures(task)}
-    for given, allowed, what in ((axes, set(AXES), "axis"), (tasks, set(TASKS), "task"), (names, listed, "name")):
-        for one in given:
-            if one not in allowed:
-                near = ", ".join(sorted(allowed)[:8])
-                raise UserError(what, one, "is not known", f"use one of {near}{' …' if len(allowed) > 8 else ''}")
+    known_names = {name for task in TASKS for name in architectures(task)}
+    for names_given, allowed, option in (
+        (axes, set(AXES), "axis"),
+        (tasks, set(TASKS), "task"),
+        (names, known_names, "name"),
+    ):
+        for name_given in names_given:
+            if name_given not in allowed:
+                examples = ", ".join(sorted(allowed)[:8])
+                raise UserError(
+                    option, name_given, "is not known", f"use one of {examples}{' …' if len(allowed) > 8 else ''}"
+                )
 
 
-def _read(kept: Path | None) -> dict[tuple[str, str, str], ZooResult]:
-    if kept is None or not kept.is_file():
+def _read(results_file: Path | None) -> dict[tuple[str, str, str], ZooResult]:
+    if results_file is None or not results_file.is_file():
         return {}
-    results = [ZooResult(**one) for one in json.loads(kept.read_text())]
-    return {(one.axis, one.task, one.model_type): one for one in results}
+    results = [ZooResult(**result) for result in json.loads(results_file.read_text())]
+    return {(result.axis, result.task, result.model_type): result for result in results}
 
 
 def summary(results: Sequence[ZooResult]) -> list[str]:
-    """For each task and axis, how many of the architectures that build are right."""
+    """Returns a line for each task and axis: how many of the architectures that build are right."""
     lines = []
-    for task, axis in dict.fromkeys((one.task, one.axis) for one in results):
-        counts = Counter(one.outcome for one in results if (one.task, one.axis) == (task, axis))
+    for task, axis in dict.fromkeys((result.task, result.axis) for result in results):
+        counts = Counter(result.outcome for result in results if (result.task, result.axis) == (task, axis))
         if axis == "expert":  # most have none
-            dense = sum(one.why == "has no experts" for one in results if (one.task, one.axis) == (task, axis))
+            dense = sum(
+                result.why == "has no experts" for result in results if (result.task, result.axis) == (task, axis)
+            )
             counts["refused"] -= dense
         built = counts["pass"] + counts["wrong"] + counts["refused"]
         share = counts["pass"] / built if built else 0.0
@@ -78,11 +88,11 @@ def summary(results: Sequence[ZooResult]) -> list[str]:
 
 
 def as_markdown(results: Sequence[ZooResult], command: str) -> str:
-    """The page in the docs."""
+    """Returns the page for the docs."""
     import torch
     import transformers
 
-    text = [
+    lines = [
         "# Architectures and axes",
         "",
         f"Made by `{command}` (transformers {transformers.__version__}, torch {torch.__version__}): a tiny model of "
@@ -93,34 +103,34 @@ def as_markdown(results: Sequence[ZooResult], command: str) -> str:
         "",
         "✓ the same as one process; – refused, for the reason in the last column; an empty field: not tried there.",
     ]
-    for task in dict.fromkeys(one.task for one in results):
-        own = [one for one in results if one.task == task]
-        axes = list(dict.fromkeys(one.axis for one in own))
-        text += [
+    for task in dict.fromkeys(result.task for result in results):
+        task_results = [result for result in results if result.task == task]
+        axes = list(dict.fromkeys(result.axis for result in task_results))
+        lines += [
             "",
             f"## {task}",
             "",
             f"| model | {' | '.join(axes)} | why not |",
             f"| --- |{' --- |' * (len(axes) + 1)}",
         ]
-        for name in dict.fromkeys(one.model_type for one in own):
-            row = {one.axis: one for one in own if one.model_type == name}
-            text.append(_row(name, axes, row))
-    return "\n".join(text) + "\n"
+        for name in dict.fromkeys(result.model_type for result in task_results):
+            row = {result.axis: result for result in task_results if result.model_type == name}
+            lines.append(_row(name, axes, row))
+    return "\n".join(lines) + "\n"
 
 
 def _row(name: str, axes: Sequence[str], row: dict[str, ZooResult]) -> str:
-    unbuilt = next((one for one in row.values() if one.outcome == "unbuilt"), None)
+    unbuilt = next((result for result in row.values() if result.outcome == "unbuilt"), None)
     if unbuilt is not None:
         return f"| {name} |{' |' * len(axes)} no tiny model runs here: {_cell(unbuilt.why)} |"
-    dense = {axis for axis, one in row.items() if one.why == "has no experts"}
+    dense = {axis for axis, result in row.items() if result.why == "has no experts"}
     signs = " | ".join("" if axis in dense or axis not in row else SIGNS[row[axis].outcome] for axis in axes)
     reasons: dict[str, list[str]] = {}
-    for axis, one in row.items():
-        if one.outcome in ("refused", "wrong") and axis not in dense:
-            reasons.setdefault(_cell(one.why), []).append(axis)
-    told = "; ".join(f"{', '.join(where)}: {why}" for why, where in reasons.items())
-    return f"| {name} | {signs} | {told} |"
+    for axis, result in row.items():
+        if result.outcome in ("refused", "wrong") and axis not in dense:
+            reasons.setdefault(_cell(result.why), []).append(axis)
+    explanation = "; ".join(f"{', '.join(axes_affected)}: {reason}" for reason, axes_affected in reasons.items())
+    return f"| {name} | {signs} | {explanation} |"
 
 
 def _cell(text: str) -> str:

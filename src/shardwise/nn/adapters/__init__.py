@@ -1,1 +1,1 @@
-"""Methods that train a small part of a model, in PEFT's format, and the few bits that stand in for the rest of it."""
+"""Parameter-efficient methods in PEFT's format, and quantised base weights."""

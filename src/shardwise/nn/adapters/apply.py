@@ -1,9 +1,9 @@
-"""What a run's `method` and `freeze` mean for a model: adapters put on, the rest frozen and stored in few bytes.
+"""Applies a run's `method` and `freeze` to a model: adapters are attached, the rest is frozen and stored in few bytes.
 
-[Note: where parameters live] Trained parameters are fp32 masters that FSDP gathers in the compute type. Frozen ones
-are stored in the compute type: they are never updated, so nothing is lost by it. At stages 0–2, where every rank has
-all working weights anyway, frozen ones are plain tensors that FSDP does not manage (parallel/zero/stages.py): one
-copy, and they never travel. At stage 3 they are sharded and gathered with their block.
+[Note: where parameters live] Trained parameters are fp32 masters that FSDP gathers in the compute dtype. Frozen ones
+are stored in the compute dtype: they are never updated, so nothing is lost by it. At stages 0–2, where every rank has
+all working weights anyway, frozen ones are plain tensors that FSDP does not manage (parallel/zero/stages.py): one copy,
+and they are never communicated. At stage 3 they are sharded and gathered with their block.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Adapted:
-    """What a method made of a model."""
+    """Result of applying a method to a model."""
 
     parameters: int  # of the base
     trainable: int
@@ -43,14 +43,14 @@ class Adapted:
 
     @property
     def share(self) -> float:
-        """Of all parameters, the trained ones."""
+        """Share of the parameters that are trained."""
         return self.trainable / (self.trainable + self.frozen)
 
 
 def apply_method(model: Any, run: Run, weights: Path | None = None) -> Adapted:
-    """Puts on the adapters, freezes the rest, and stores it in the compute type; the model may be on `meta`.
+    """Attaches the adapters, freezes the rest, and stores it in the compute dtype; the model may be on `meta`.
 
-    What the base's files, in `weights`, lack is new: adapters alone would leave it random, so it is trained whole.
+    What the base's files, in `weights`, lack is new: adapters alone would leave it random, so it is trained in full.
     """
     method = run.method
     parameters = _count(model)
@@ -58,21 +58,23 @@ def apply_method(model: Any, run: Run, weights: Path | None = None) -> Adapted:
     left_out: tuple[str, ...] = ()
     if not isinstance(method, Full):
         plan = plan_method(model, method, _new(model, run, weights))
-        left_out = uncovered(model, [*plan.targets, *plan.whole]) if isinstance(method, Lora) else ()
+        left_out = uncovered(model, [*plan.targets, *plan.fully_trained]) if isinstance(method, Lora) else ()
         shapes = {name: features(model.get_submodule(name)) for name in plan.targets}
         if isinstance(method, Qlora):
-            whole = plan.whole
-            quantize_linears(model, lambda name, _: not inside(name, whole), method.bits, method.double)
+            fully_trained = plan.fully_trained
+            quantize_linears(model, lambda name, _: not inside(name, fully_trained), method.bits, method.double_quant)
         model.requires_grad_(False)
         attach(model, plan, shapes)
-        for name in plan.whole:
+        for name in plan.fully_trained:
             model.get_submodule(name).requires_grad_(True)
     _freeze(model, run)
     store_in(model, COMPUTE[run.precision], frozen_only=True)
     trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
     added = sum(p.numel() for n, p in model.named_parameters() if is_added(n))
-    held = sum(p.numel() * p.element_size() for p in model.parameters() if not p.requires_grad)
-    return Adapted(parameters, trainable, parameters - trainable + added, held, plan, left_out, _kept(model, run))
+    frozen_bytes = sum(p.numel() * p.element_size() for p in model.parameters() if not p.requires_grad)
+    return Adapted(
+        parameters, trainable, parameters - trainable + added, frozen_bytes, plan, left_out, _kept(model, run)
+    )
 
 
 def _count(model: nn.Module) -> int:
@@ -91,7 +93,7 @@ def _freeze(model: nn.Module, run: Run) -> None:
 
 
 def _new(model: Any, run: Run, weights: Path | None) -> tuple[str, ...]:
-    """Modules with parameters that no file has, and for classification all that stands on the body."""
+    """Modules with parameters that no file has, and for classification everything on top of the body."""
     names = [n.rpartition(".")[0] for n in new_parameters(model, weights)] if weights is not None else []
     if task_wanted(run) == "classify":
         body = model.base_model_prefix
@@ -100,7 +102,7 @@ def _new(model: Any, run: Run, weights: Path | None) -> tuple[str, ...]:
 
 
 def _kept(model: nn.Module, run: Run) -> frozenset[str] | None:
-    """With the base in files, what is trained; a tensor of an adapter run by each name it has (PEFT wants them all)."""
+    """If the base has files, what is trained; for an adapter run under each of its names (PEFT needs them all)."""
     if run.model.name is None or (isinstance(run.method, Full) and not run.freeze):
         return None
     adapter = not isinstance(run.method, Full)

@@ -1,4 +1,4 @@
-"""First values of adapters: fresh ones from (seed, name), so that any number of ranks starts alike, or an adapter's."""
+"""Initial values of adapters: fresh from (seed, name), the same on any number of ranks, or an adapter folder's."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from shardwise.nn.models.weights import fill_local
 
 @torch.no_grad()
 def fill_adapters(sharded: Any, seed: int, adapter: str | None, through: Mapping[str, Rows]) -> None:
-    """Fills what an adapter brings, on a model whose base has its values; collective with DoRA."""
+    """Initialises an adapter's parameters on a model whose base has its values; collective with DoRA."""
     parameters = dict(sharded.model.named_parameters(remove_duplicate=False))
     if adapter is not None:
         folder = Path(adapter).expanduser()
@@ -34,7 +34,7 @@ def fill_adapters(sharded: Any, seed: int, adapter: str | None, through: Mapping
 
 
 def _fresh(kind: str, shape: torch.Size, seed: int, name: str) -> torch.Tensor:
-    """As peft begins: A uniform within ±1/√in (Kaiming with a = √5), B zero, factors one."""
+    """As peft initialises: A uniform within ±1/√in (Kaiming with a = √5), B zero, factors one."""
     if kind in ("ia3_l", "lora_magnitude"):
         # A magnitude only until its norm is known; but the gather that makes it known may round neighbours together.
         return torch.ones(shape)
@@ -47,24 +47,26 @@ def _fresh(kind: str, shape: torch.Size, seed: int, name: str) -> torch.Tensor:
 
 def _magnitudes(sharded: Any) -> dict[str, torch.Tensor]:
     """DoRA's magnitudes are the norms of the base's rows; unit by unit, for which its weights are gathered."""
-    found: dict[str, torch.Tensor] = {}
+    magnitudes: dict[str, torch.Tensor] = {}
     layers = {n: m for n, m in sharded.model.named_modules() if isinstance(m, LoraLayer) and _has_magnitude(m)}
     if not layers:
-        return found
+        return magnitudes
     for unit in sharded.units:
         unit.unshard()
         for name, layer in layers.items():
             base = [p for n, p in layer.named_parameters(recurse=False) if n not in NAMES]
-            if f"{name}.lora_magnitude" not in found and all(_is_here(p, layer) for p in base):
+            if f"{name}.lora_magnitude" not in magnitudes and all(_is_gathered(p, layer) for p in base):
                 norms = row_norms(dense_weight(layer))
-                found[f"{name}.lora_magnitude"] = (norms.full_tensor() if isinstance(norms, DTensor) else norms).cpu()
+                magnitudes[f"{name}.lora_magnitude"] = (
+                    norms.full_tensor() if isinstance(norms, DTensor) else norms
+                ).cpu()
         unit.reshard()
     sharded.updated()
-    return found
+    return magnitudes
 
 
-def _is_here(parameter: torch.Tensor, layer: LoraLayer) -> bool:
-    """Whether FSDP has gathered it, but for what tensor parallelism cuts."""
+def _is_gathered(parameter: torch.Tensor, layer: LoraLayer) -> bool:
+    """Whether FSDP has gathered it, except for tensor parallelism's shards."""
     return not isinstance(parameter, DTensor) or parameter.device_mesh == layer.tensor_mesh
 
 

@@ -1,8 +1,8 @@
-"""Linear layers with something small to train beside them, made out of the modules that are there.
+"""Linear layers with adapters, made from the existing modules.
 
-A target keeps its name and its parameters. It is given a subclass of its own class whose forward adds the update to
-what the base computes, so that weight files, checkpoints and plans of sharding fit as before, and a base in few bits
-needs nothing of its own here.
+A target keeps its name and its parameters. It is given a subclass of its own class whose forward adds the update to the
+base's output, so that weight files, checkpoints and sharding plans fit as before, and a quantised base needs nothing of
+its own here.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ def is_added(name: str) -> bool:
 
 
 class AdapterLayer(nn.Module):
-    """What all adapted layers share; `adapter_off` leaves the base alone."""
+    """Base of all adapted layers; `adapter_off` disables the adapter."""
 
     adapter_off = False
     tensor_mesh: DeviceMesh | None = None  # over which tensor parallelism has cut it
 
 
 class LoraLayer(AdapterLayer):
-    """W x + scale · B A x; with a magnitude (DoRA) each output is scaled to it besides."""
+    """W x + scale · B A x; with a magnitude (DoRA) each output is also scaled to it."""
 
     lora_A: nn.Parameter  # rank × in
     lora_B: nn.Parameter  # out × rank
@@ -55,7 +55,7 @@ class LoraLayer(AdapterLayer):
     bias: nn.Parameter | None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The base's output and the update."""
+        """Returns the base's output plus the update."""
         if self.adapter_off:
             return super().forward(x)  # type: ignore[no-any-return]
         flat = x.reshape(-1, x.shape[-1])
@@ -88,25 +88,28 @@ class LoraLayer(AdapterLayer):
 
     @torch.no_grad()
     def norms(self) -> torch.Tensor:
-        """The norm of each row of W + scale · B A, in fp32, without making that sum; a constant to the gradient."""
-        weight, a, b, scale = dense_weight(self), self.lora_A, self.lora_B.float(), self.lora_scale
+        """Returns the norm of each row of W + scale · B A, in fp32, without materialising it; constant in backward."""
+        weight = dense_weight(self)
+        a = self.lora_A
+        b = self.lora_B.float()
+        scale = self.lora_scale
         square = row_norms(weight).square()
         cross = (F.linear(weight, a).float() * b).sum(1)
-        own = (b @ (a.float() @ a.float().t()) * b).sum(1)
-        total = square + 2 * scale * cross + scale**2 * own
+        update_square = (b @ (a.float() @ a.float().t()) * b).sum(1)
+        total = square + 2 * scale * cross + scale**2 * update_square
         if self.lora_group is not None:
             dist.all_reduce(total, group=self.lora_group)
         return total.clamp_(min=torch.finfo(torch.float32).tiny).sqrt_()
 
 
 class Ia3Layer(AdapterLayer):
-    """The output (or, in a feed-forward part, the input) times a learned factor for each channel."""
+    """The output (or, in a feed-forward part, the input) times a trained factor for each channel."""
 
     ia3_l: nn.Parameter
     ia3_feedforward: bool
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The base's output, scaled."""
+        """Returns the base's output, scaled."""
         if self.adapter_off:
             return super().forward(x)  # type: ignore[no-any-return]
         if self.ia3_feedforward:
@@ -128,7 +131,7 @@ def is_linear(module: nn.Module) -> bool:
 
 
 def _form(module: Any) -> tuple[bool, int, str, bool] | None:
-    """How lora_linear must take a layer's weight; None for a layer that computes more than a product."""
+    """How lora_linear must read a layer's weight; None for a layer that computes more than a product."""
     from transformers.pytorch_utils import Conv1D
 
     from shardwise.nn.adapters.quantized import Quantized
@@ -139,12 +142,12 @@ def _form(module: Any) -> tuple[bool, int, str, bool] | None:
 
 
 def features(module: Any) -> tuple[int, int]:
-    """Inputs and outputs of a linear layer."""
+    """Returns the inputs and outputs of a linear layer."""
     return tuple(module.weight.shape) if is_transposed(module) else (module.in_features, module.out_features)
 
 
 def dense_weight(module: Any) -> torch.Tensor:
-    """The weight as out × in, unpacked where the layer keeps it in few bits."""
+    """Returns the weight as out × in, dequantised if needed."""
     weight: torch.Tensor = module.weight
     if hasattr(module, "packings"):
         from shardwise.nn.adapters.quantized import dequantized
@@ -154,7 +157,7 @@ def dense_weight(module: Any) -> torch.Tensor:
 
 
 def row_norms(weight: torch.Tensor) -> torch.Tensor:
-    """The norm of each row, summed in fp32."""
+    """Returns the norm of each row, summed in fp32."""
     norms: torch.Tensor = torch.linalg.vector_norm(weight.detach(), dim=1, dtype=torch.float32)
     return norms
 
@@ -163,33 +166,35 @@ def attach_lora(
     module: nn.Module, shape: tuple[int, int], rank: int, scale: float, dropout: float = 0.0, dora: bool = False
 ) -> None:
     """Gives a layer of (in, out) features a low-rank update, on the device of its weights."""
-    inside, outside = shape
+    in_features, out_features = shape
     device = next(module.parameters()).device
     form = _form(module)
     layer: Any = _become(module, LoraLayer)
-    layer.lora_A = nn.Parameter(torch.empty(rank, inside, device=device))
-    layer.lora_B = nn.Parameter(torch.empty(outside, rank, device=device))
-    layer.register_parameter("lora_magnitude", nn.Parameter(torch.empty(outside, device=device)) if dora else None)
-    layer.lora_scale, layer.lora_dropout, layer.lora_form = scale, dropout, form
+    layer.lora_A = nn.Parameter(torch.empty(rank, in_features, device=device))
+    layer.lora_B = nn.Parameter(torch.empty(out_features, rank, device=device))
+    layer.register_parameter("lora_magnitude", nn.Parameter(torch.empty(out_features, device=device)) if dora else None)
+    layer.lora_scale = scale
+    layer.lora_dropout = dropout
+    layer.lora_form = form
 
 
-def multiply_bases_in_float8(model: nn.Module, device: torch.device, wanted: str = "auto") -> None:
-    """Lets layers with LoRA over a base in few bits multiply in fp8, where that is wanted and device and shape allow.
+def multiply_bases_in_float8(model: nn.Module, device: torch.device, mode: str = "auto") -> None:
+    """Makes LoRA layers over a quantised base multiply in fp8, if requested and supported.
 
-    `wanted`: auto = a base in fp8, as it lies; fp8 = one in nf4 too, which becomes fp8 in passing; plain = none.
+    `mode`: auto = an fp8 base, unconverted; fp8 = an nf4 base too, converted to fp8 on the fly; plain = none.
     """
-    kinds = {"auto": ("fp8",), "fp8": ("fp8", "nf4"), "plain": ()}[wanted]
+    kinds = {"auto": ("fp8",), "fp8": ("fp8", "nf4"), "plain": ()}[mode]
     for _, layer in adapter_layers(model):
         transposed, columns, bits, _ = getattr(layer, "lora_form", None) or (False, *FLOATS)
         fits = bits in kinds and not transposed and not columns % MULTIPLE and not len(layer.weight) % MULTIPLE
         layer.base_in_float8 = fits and multiplies(device)
-    if wanted == "fp8" and not any(layer.base_in_float8 for _, layer in adapter_layers(model)):
+    if mode == "fp8" and not any(layer.base_in_float8 for _, layer in adapter_layers(model)):
         problem = f"no adapted layer is a product of sizes that are multiples of {MULTIPLE}"
-        raise UserError("method.multiply", wanted, problem, "leave it out")
+        raise UserError("method.multiply", mode, problem, "leave it out")
 
 
 def attach_ia3(module: nn.Module, shape: tuple[int, int], feedforward: bool) -> None:
-    """Gives a layer of (in, out) features its factors."""
+    """Gives a layer of (in, out) features its IA3 factors."""
     device = next(module.parameters()).device
     layer: Any = _become(module, Ia3Layer)
     layer.ia3_l = nn.Parameter(torch.empty(shape[0 if feedforward else 1], device=device))
@@ -197,20 +202,20 @@ def attach_ia3(module: nn.Module, shape: tuple[int, int], feedforward: bool) -> 
 
 
 def detach(module: Any) -> None:
-    """Makes an adapted layer what it was before."""
+    """Restores an adapted layer to its base class."""
     for name in NAMES:
         module._parameters.pop(name, None)
     module.__class__ = type(module).base_class
 
 
 def adapter_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """The adapted layers by name."""
+    """Yields the adapted layers by name."""
     return ((name, module) for name, module in model.named_modules() if isinstance(module, AdapterLayer))
 
 
 @torch.no_grad()
 def worn_parameters(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters as a merged model should have them, found by asking each adapted layer what it does to its inputs."""
+    """Yields parameters as a merged model should have them, by probing each adapted layer with unit inputs."""
     layers = dict(adapter_layers(model))
     for name, parameter in model.named_parameters():
         owner, _, end = name.rpartition(".")
@@ -221,12 +226,15 @@ def worn_parameters(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
             unit = torch.eye(features(layer)[0], device=parameter.device, dtype=parameter.dtype)
             offset = layer(unit[:1] * 0)
             weight = layer(unit) - offset  # in × out
-            yield name, offset[0] if end == "bias" else weight if is_transposed(layer) else weight.t()
+            if end == "bias":
+                yield name, offset[0]
+            else:
+                yield name, weight if is_transposed(layer) else weight.t()
 
 
 def _become(module: nn.Module, kind: type[AdapterLayer]) -> nn.Module:
-    made: Any = _adapted_class
-    module.__class__ = made(kind, type(module))
+    make_class: Any = _adapted_class
+    module.__class__ = make_class(kind, type(module))
     return module
 
 
@@ -237,19 +245,21 @@ def _adapted_class(kind: Any, base: Any) -> Any:
 
 @contextmanager
 def adapter_disabled(model: nn.Module) -> Iterator[None]:
-    """Within it the model is the bare base: the reference of DPO, at no cost in memory.
+    """Disables the adapters inside the block: the reference of DPO, at no cost in memory.
 
     For forwards without gradients. At stages 1 and 2 such a forward leaves parameters gathered until the next backward:
     it belongs before the backward of its micro-batch.
     """
     layers = [layer for _, layer in adapter_layers(model)]
-    own = {id(p) for layer in layers for p in layer.parameters(recurse=False)}
+    adapter_parameters = {id(p) for layer in layers for p in layer.parameters(recurse=False)}
     if not layers:
         raise UserError("method", "full", "there is no adapter whose base could be asked", "use method: lora")
-    other = next((n for n, p in model.named_parameters() if p.requires_grad and id(p) not in own), None)
-    if other is not None:
-        problem = f"{other} is trained whole, so the base is no longer there to be asked"
-        raise UserError("method.also", other, problem, "leave it out where the base is the reference")
+    trained_base = next(
+        (n for n, p in model.named_parameters() if p.requires_grad and id(p) not in adapter_parameters), None
+    )
+    if trained_base is not None:
+        problem = f"{trained_base} is trained whole, so the base is no longer there to be asked"
+        raise UserError("method.modules_to_save", trained_base, problem, "leave it out where the base is the reference")
     for layer in layers:
         layer.adapter_off = True
     try:

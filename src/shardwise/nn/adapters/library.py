@@ -18,7 +18,7 @@ from shardwise.nn.adapters.plan import AdapterPlan, attach, plan_folder
 
 @dataclass
 class Library:
-    """The adapters that a model can wear."""
+    """The adapters loaded for a model."""
 
     adapters: dict[str, tuple[AdapterPlan, dict[str, torch.Tensor]]] = field(default_factory=dict)
     worn: str | None = None
@@ -26,19 +26,20 @@ class Library:
 
 
 def load_adapters(model: Any, folders: Mapping[str, str | Path]) -> None:
-    """Reads PEFT folders onto the model's device, by name; `use_adapter` puts one on."""
+    """Loads PEFT folders to the model's device, by name; `use_adapter` activates one."""
     library = _library(model)
-    here, dtype = model.device, model.dtype
+    device = model.device
+    dtype = model.dtype
     for name, folder in folders.items():
         path = Path(folder).expanduser()
-        plan, found = plan_folder(model, path)
-        tensors = read_tensors(path, found)
-        library.adapters[name] = plan, {key: value.to(here, dtype) for key, value in tensors.items()}
+        plan, adapter = plan_folder(model, path)
+        tensors = read_tensors(path, adapter)
+        library.adapters[name] = plan, {key: value.to(device, dtype) for key, value in tensors.items()}
 
 
 @torch.no_grad()
 def use_adapter(model: Any, name: str | None) -> None:
-    """The model wears the adapter of this name from now on; None = the bare base."""
+    """Activates the adapter of this name; None = the bare base."""
     library = _library(model)
     if name is not None and name not in library.adapters:
         remedy = f"use one of {', '.join(library.adapters) or '(none is loaded)'}"
@@ -71,5 +72,5 @@ def _take_off(model: Any, library: Library) -> None:
 def _library(model: Any) -> Library:
     if not hasattr(model, "shardwise_adapters"):
         model.shardwise_adapters = Library()
-    found: Library = model.shardwise_adapters
-    return found
+    library: Library = model.shardwise_adapters
+    return library

@@ -1,6 +1,6 @@
-"""W x + scale · B A x as one operator, forward and backward, over a weight that is frozen, in floats or in few bits.
+"""W x + scale · B A x as one operator, forward and backward, over a frozen weight, in floats or quantised.
 
-Written as separate products, a compiler that knows no updates in place copies each output once more before it adds to
+Written as separate products, a compiler that knows no in-place updates copies each output once more before it adds to
 it, and autograd makes a second gradient of the input to be added to the first. See also packed_linear's note: what
 backward needs of the weight is the parameter itself, which FSDP frees and gathers again in between.
 """
@@ -24,7 +24,7 @@ def lora_linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, a: torch.Tensor, b: torch.Tensor,
     scale: float, transposed: bool, columns: int, bits: str, double: bool,
 ) -> Tensors:  # fmt: skip
-    """The layer's output for (tokens, in), and A x; columns, bits and double as RowFormat has them, or FLOATS."""
+    """Returns the layer's output for (tokens, in), and A x; columns, bits and double as in RowFormat, or FLOATS."""
     y = F.linear(x, _dense(weight, x.dtype, transposed, columns, bits, double), bias)
     low = F.linear(x, a)
     add_low_rank_(y, low, b, scale)
@@ -36,11 +36,12 @@ def lora_linear_backward(
     gradient: torch.Tensor, x: torch.Tensor, low: torch.Tensor, weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor,
     scale: float, transposed: bool, columns: int, bits: str, double: bool, needs_input: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Gradients of x (empty where it needs none), A and B."""
+    """Returns the gradients of x (empty if not needed), A and B."""
     d_low = gradient @ b
     if scale != 1:
         d_low *= scale
-    d_a, d_b = d_low.t() @ x, gradient.t() @ low
+    d_a = d_low.t() @ x
+    d_b = gradient.t() @ low
     if scale != 1:
         d_b *= scale
     if not needs_input:

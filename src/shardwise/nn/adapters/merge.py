@@ -1,4 +1,4 @@
-"""Base and adapter as one: weight by weight, from the base's files, with no model in memory."""
+"""Merges base and adapter: weight by weight, from the base's files, with no model in memory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Get = Callable[[str], torch.Tensor]
 
 
 def find_base(run: Run) -> tuple[ModelSource, Any]:
-    """The model that a run started from, with weights under the model's own names, and that model on `meta`."""
+    """Returns the model that a run started from, with weights under the model's own names, and that model on `meta`."""
     from shardwise.nn.models.adapt import adapt_model
     from shardwise.nn.models.readable import readable
 
@@ -32,10 +32,13 @@ def find_base(run: Run) -> tuple[ModelSource, Any]:
 
 
 class Merger:
-    """The tensors of base and adapter as one; `get` gives those named in `trained`, as the checkpoint names them."""
+    """Reads the tensors of base and adapter merged; `get` returns those named in `trained`, as in the checkpoint."""
 
     def __init__(self, model: Any, folder: Path, plan: AdapterPlan | None, trained: Collection[str], get: Get) -> None:
-        self._model, self._plan, self._trained, self._get = model, plan, trained, get
+        self._model = model
+        self._plan = plan
+        self._trained = trained
+        self._get = get
         self._files = tensor_files(folder)
         names = match_names(model, self._files)
         assert names is not None, "find_base converts folders whose names do not match"
@@ -43,13 +46,13 @@ class Merger:
         self._targets = set(plan.targets) if plan is not None else set()
 
     def outline(self) -> list[tuple[str, torch.Size, torch.dtype]]:
-        """Name, shape and type of each tensor, in order."""
-        known = dict(self._model.named_parameters()) | dict(self._model.named_buffers())
-        names = [name for name in known if name in self._names or name in self._trained]
-        return [(name, known[name].shape, known[name].dtype) for name in names]
+        """Returns name, shape and dtype of each tensor, in order."""
+        tensors = dict(self._model.named_parameters()) | dict(self._model.named_buffers())
+        names = [name for name in tensors if name in self._names or name in self._trained]
+        return [(name, tensors[name].shape, tensors[name].dtype) for name in names]
 
     def __call__(self, name: str) -> torch.Tensor:
-        """One tensor, in fp32 where anything was added to it."""
+        """Returns one tensor, in fp32 if anything was added to it."""
         if name in self._trained:
             return self._get(name)
         from safetensors import safe_open
@@ -63,28 +66,28 @@ class Merger:
 
     def _merged(self, module: str, end: str, tensor: torch.Tensor) -> torch.Tensor:
         assert self._plan is not None
-        turned = is_transposed(self._model.get_submodule(module)) and end == "weight"
-        own = {n: self._get(f"{module}.{n}").float() for n in self._own(module)}
+        transposed = is_transposed(self._model.get_submodule(module)) and end == "weight"
+        adapter = {n: self._get(f"{module}.{n}").float() for n in self._adapter_names(module)}
         if self._plan.kind == "ia3":
-            inner = self._plan.feedforward[module]
+            scales_input = self._plan.feedforward[module]
             if end == "bias":
-                return tensor if inner else tensor * own["ia3_l"]
-            return tensor * (own["ia3_l"][:, None] if inner == turned else own["ia3_l"])
+                return tensor if scales_input else tensor * adapter["ia3_l"]
+            return tensor * (adapter["ia3_l"][:, None] if scales_input == transposed else adapter["ia3_l"])
         if end == "bias":
             return tensor
-        merged = merge_lora(tensor.t() if turned else tensor, own, self._plan.scale(module))
-        return merged.t().contiguous() if turned else merged
+        merged = merge_lora(tensor.t() if transposed else tensor, adapter, self._plan.scale(module))
+        return merged.t().contiguous() if transposed else merged
 
-    def _own(self, module: str) -> list[str]:
+    def _adapter_names(self, module: str) -> list[str]:
         assert self._plan is not None
         if self._plan.kind == "ia3":
             return ["ia3_l"]
         return ["lora_A", "lora_B", *(["lora_magnitude"] if self._plan.dora else [])]
 
 
-def merge_lora(weight: torch.Tensor, own: dict[str, torch.Tensor], scale: float) -> torch.Tensor:
-    """W + scale · B A (out × in), its rows brought to their magnitudes where there are any."""
-    merged = torch.addmm(weight, own["lora_B"], own["lora_A"], alpha=scale)
-    if "lora_magnitude" in own:
-        merged *= (own["lora_magnitude"] / row_norms(merged))[:, None]
+def merge_lora(weight: torch.Tensor, adapter: dict[str, torch.Tensor], scale: float) -> torch.Tensor:
+    """Returns W + scale · B A (out × in), its rows scaled to their magnitudes if there are any."""
+    merged = torch.addmm(weight, adapter["lora_B"], adapter["lora_A"], alpha=scale)
+    if "lora_magnitude" in adapter:
+        merged *= (adapter["lora_magnitude"] / row_norms(merged))[:, None]
     return merged

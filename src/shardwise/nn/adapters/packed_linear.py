@@ -1,8 +1,8 @@
-"""The product of an input and a weight that is kept in few bits, and its gradient.
+"""The product of an input and a quantised weight, and its gradient.
 
 [Note: no copies] What backward needs is the packed weight, which FSDP frees and gathers again in between, so nothing of
-a layer's full size outlives the multiplication. Forward and backward are two operators that nothing looks into: traced
-as plain code, the compiler would see the same weight made twice and keep it from one to the other.
+a layer's full size outlives the multiplication. Forward and backward are two opaque operators: traced as plain code,
+the compiler would see the same weight made twice and save it from one to the other.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from shardwise.nn.kernels.nf4 import Bits, RowFormat, dequantize
 def unpacked(
     packed: torch.Tensor, dtype: torch.dtype, columns: int, bits: str, double: bool, transposed: bool
 ) -> torch.Tensor:
-    """The weight as out × in; columns, bits and double as RowFormat has them."""
+    """Returns the weight as out × in; columns, bits and double as in RowFormat."""
     weight = dequantize(packed, RowFormat(columns, cast(Bits, bits), double), dtype)
     return weight.t() if transposed else weight
 
@@ -27,7 +27,7 @@ def unpacked(
 def packed_linear(
     x: torch.Tensor, packed: torch.Tensor, columns: int, bits: str, double: bool, transposed: bool
 ) -> torch.Tensor:
-    """x times the weight, which has outputs for rows unless it is transposed."""
+    """Returns x times the weight, whose rows are outputs unless it is transposed."""
     return nn.functional.linear(x, unpacked(packed, x.dtype, columns, bits, double, transposed))
 
 
@@ -35,7 +35,7 @@ def packed_linear(
 def packed_linear_backward(
     gradient: torch.Tensor, packed: torch.Tensor, columns: int, bits: str, double: bool, transposed: bool
 ) -> torch.Tensor:
-    """The gradient of packed_linear's input."""
+    """Returns the gradient of packed_linear's input."""
     return nn.functional.linear(gradient, unpacked(packed, gradient.dtype, columns, bits, double, transposed).t())
 
 

@@ -1,4 +1,4 @@
-"""PEFT's folder of an adapter: adapter_config.json and adapter_model.safetensors, read and written."""
+"""PEFT's adapter folder: adapter_config.json and adapter_model.safetensors, read and written."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True)
 class PeftAdapter:
-    """What a folder says: by module the rank, alpha or kind of factor, and how tensors are called here and there."""
+    """Contents of a folder: by module the rank, alpha or kind of factor, and the names of tensors here and there."""
 
     kind: str
     base: str | None
@@ -49,7 +49,7 @@ class PeftAdapter:
     ranks: dict[str, int] = field(default_factory=dict)
     alphas: dict[str, float] = field(default_factory=dict)
     feedforward: dict[str, bool] = field(default_factory=dict)
-    whole: tuple[str, ...] = ()
+    fully_trained: tuple[str, ...] = ()
     shapes: dict[str, tuple[int, int]] = field(default_factory=dict)  # (in, out) where the tensors tell both
     keys: dict[str, str] = field(default_factory=dict)  # our parameter: their tensor
 
@@ -60,7 +60,7 @@ def is_adapter(folder: Path) -> bool:
 
 
 def read_config(folder: Path, field: str = "adapter") -> dict[str, Any]:
-    """adapter_config.json; refuses what is not an adapter that is known here."""
+    """Returns adapter_config.json; rejects what is not a supported adapter."""
     try:
         config = json.loads((folder / CONFIG).read_text())
         kind = str(config["peft_type"]).upper()
@@ -82,13 +82,13 @@ def read_config(folder: Path, field: str = "adapter") -> dict[str, Any]:
 
 
 def read_adapter(folder: Path, field: str = "adapter") -> PeftAdapter:
-    """What a folder holds; the tensors' names and shapes say which modules, whatever pattern chose them."""
+    """Returns what a folder holds; names and shapes of the tensors tell the modules, whatever pattern chose them."""
     config = read_config(folder, field)
     shapes = _shapes(folder, field)
     keys = {".".join(_split(key)): key for key in shapes}
-    odd = next((k for k, s in shapes.items() if "lora_embedding" in k or ("lora_" in k and len(s) > 2)), None)
-    if odd is not None:
-        problem = f"holds {odd}, which adapts something other than a linear layer"
+    unsupported = next((k for k, s in shapes.items() if "lora_embedding" in k or ("lora_" in k and len(s) > 2)), None)
+    if unsupported is not None:
+        problem = f"holds {unsupported}, which adapts something other than a linear layer"
         raise UserError(field, str(folder), problem, "merge it with peft (merge_and_unload), and use the model")
     return adapter_of(config, {name: shapes[key] for name, key in keys.items()}, keys)
 
@@ -96,11 +96,11 @@ def read_adapter(folder: Path, field: str = "adapter") -> PeftAdapter:
 def adapter_of(
     config: Mapping[str, Any], shapes: Mapping[str, Sequence[int]], keys: dict[str, str] | None = None
 ) -> PeftAdapter:
-    """What a config and the shapes of our parameters describe."""
+    """Returns the adapter that a config and the shapes of our parameters describe."""
     ranks: dict[str, int] = {}
     sides: dict[tuple[str, int], int] = {}
     factors: dict[str, bool] = {}
-    whole: dict[str, None] = {}
+    saved_modules: dict[str, None] = {}
     for parameter, shape in shapes.items():
         name, _, end = parameter.rpartition(".")
         if end == "lora_A":
@@ -110,12 +110,13 @@ def adapter_of(
         elif end == "ia3_l":
             factors[name] = is_feedforward(name, config)
         elif end != "lora_magnitude":
-            whole[_saved_module(name, config.get("modules_to_save") or ())] = None
-    alpha, pattern = float(config.get("lora_alpha") or 0), config.get("alpha_pattern") or {}
+            saved_modules[_saved_module(name, config.get("modules_to_save") or ())] = None
+    alpha = float(config.get("lora_alpha") or 0)
+    pattern = config.get("alpha_pattern") or {}
     return PeftAdapter(
         str(config["peft_type"]).lower(), config.get("base_model_name_or_path"), bool(config.get("use_rslora")),
         bool(config.get("use_dora")), float(config.get("lora_dropout") or 0), ranks,
-        {n: float(_by_pattern(pattern, n, alpha)) for n in ranks}, factors, tuple(whole),
+        {n: float(_by_pattern(pattern, n, alpha)) for n in ranks}, factors, tuple(saved_modules),
         {n: (sides[n, 0], sides[n, 1]) for n in ranks if (n, 1) in sides}, keys or {},
     )  # fmt: skip
 
@@ -126,16 +127,16 @@ def is_feedforward(name: str, config: Mapping[str, Any]) -> bool:
     return bool(re.fullmatch(endings, name)) if isinstance(endings, str) else any(name.endswith(e) for e in endings)
 
 
-def read_tensors(folder: Path, found: PeftAdapter) -> dict[str, torch.Tensor]:
-    """The adapter's tensors by the names that parameters have here."""
+def read_tensors(folder: Path, adapter: PeftAdapter) -> dict[str, torch.Tensor]:
+    """Returns the adapter's tensors under the names of our parameters."""
     from safetensors.torch import load_file
 
     stored = load_file(folder / WEIGHTS)
-    return {n: stored[k].flatten() if n.endswith(".ia3_l") else stored[k] for n, k in found.keys.items()}
+    return {n: stored[k].flatten() if n.endswith(".ia3_l") else stored[k] for n, k in adapter.keys.items()}
 
 
 def peft_tensors(tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Tensors by PEFT's names and in its shapes."""
+    """Returns tensors under PEFT's names and in its shapes."""
     result = {}
     for name, tensor in tensors.items():
         module, _, end = name.rpartition(".")
@@ -146,22 +147,27 @@ def peft_tensors(tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any])
 
 
 def peft_config(model: nn.Module, plan: AdapterPlan, base: str, task: Task, revision: str | None) -> dict[str, Any]:
-    """adapter_config.json of a plan; targets are named by the shortest endings that mean no other module."""
-    everything = [name for name, _ in model.named_modules() if name]
+    """Returns adapter_config.json of a plan; targets are named by the shortest unambiguous suffixes."""
+    module_names = [name for name, _ in model.named_modules() if name]
     config: dict[str, Any] = {
         "peft_type": plan.kind.upper(),
         "task_type": TASKS[task],
         "base_model_name_or_path": base,
         "revision": revision,
         "inference_mode": True,
-        "target_modules": sorted(shortest(plan.targets, everything)),
+        "target_modules": sorted(shortest(plan.targets, module_names)),
         "fan_in_fan_out": any(is_transposed(model.get_submodule(name)) for name in plan.targets),
-        "modules_to_save": sorted(shortest(plan.whole, everything, dotted=False)) or None,
+        "modules_to_save": sorted(shortest(plan.fully_trained, module_names, dotted=False)) or None,
     }
     if plan.kind == "ia3":
-        inner = shortest([n for n, yes in plan.feedforward.items() if yes], everything, dotted=False)
-        outer = shortest([n for n, yes in plan.feedforward.items() if not yes], everything)
-        return config | {"target_modules": sorted({*inner, *outer}), "feedforward_modules": sorted(inner)}
+        input_scaled = shortest(
+            [n for n, scales_input in plan.feedforward.items() if scales_input], module_names, dotted=False
+        )
+        output_scaled = shortest([n for n, scales_input in plan.feedforward.items() if not scales_input], module_names)
+        return config | {
+            "target_modules": sorted({*input_scaled, *output_scaled}),
+            "feedforward_modules": sorted(input_scaled),
+        }
     rank = max(set(plan.ranks.values()), key=list(plan.ranks.values()).count)
     alpha = max(set(plan.alphas.values()), key=list(plan.alphas.values()).count)
     return config | {
@@ -194,18 +200,18 @@ def _shapes(folder: Path, field: str) -> dict[str, tuple[int, ...]]:
 def _split(key: str) -> tuple[str, str]:
     """Module and kind of a stored tensor."""
     bare = key.removeprefix(PREFIX)
-    for end, theirs in ENDINGS.items():
-        if bare.endswith(f".{theirs}"):
-            return bare.removesuffix(f".{theirs}"), end
+    for end, suffix in ENDINGS.items():
+        if bare.endswith(f".{suffix}"):
+            return bare.removesuffix(f".{suffix}"), end
     module, _, end = bare.rpartition(".")
     return module, end
 
 
 def _saved_module(name: str, saved: Sequence[str]) -> str:
-    """The module that PEFT saved whole, of which a tensor's module is a part."""
+    """The module in PEFT's `modules_to_save` that contains a tensor's module."""
     parts = name.split(".")
-    around = (".".join(parts[:size]) for size in range(1, len(parts) + 1))
-    return next((module for module in around if any(module.endswith(end) for end in saved)), name)
+    prefixes = (".".join(parts[:size]) for size in range(1, len(parts) + 1))
+    return next((module for module in prefixes if any(module.endswith(end) for end in saved)), name)
 
 
 def _by_pattern(patterns: Mapping[str, Any], name: str, default: Any) -> Any:

@@ -1,13 +1,12 @@
-"""The base of QLoRA: linear layers whose weights are kept in few bits and come back, one layer at a time, to multiply.
+"""The base of QLoRA: linear layers whose weights are quantised and dequantised, one layer at a time, to multiply.
 
-The module stays what it was (its class becomes a subclass, so hooks, names and other subclasses hold), and so does
-the name of its parameter; the parameter itself is a frozen int8 matrix of packed rows (nn/kernels/nf4.py). FSDP
-divides it by rows like any other, never casts it, and whoever fills the model packs the rows of the file through
-`packings`. int8, not uint8: some models compare a linear layer's type with the input's and know int8 as a packed one
-(T5).
+The module stays what it was (its class becomes a subclass, so hooks, names and other subclasses hold), and so does the
+name of its parameter; the parameter itself is a frozen int8 matrix of packed rows (nn/kernels/nf4.py). FSDP shards it
+by rows like any other, never casts it, and whoever fills the model packs the rows of the file through `packings`. int8,
+not uint8: some models compare a linear layer's dtype with the input's and know int8 as a packed one (T5).
 
-Rows are those of the stored matrix: outputs of a Linear, inputs of transformers' Conv1D. Quantised are linear layers
-and stacks of experts alone: embeddings, norms, routers, the head and layers that share their weight stay floats.
+Rows are those of the stored matrix: outputs of a Linear, inputs of transformers' Conv1D. Only linear layers and stacks
+of experts are quantised: embeddings, norms, routers, the head and layers that share their weight stay floats.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from shardwise.nn.kernels.nf4 import Bits, RowFormat
 
 
 class Quantized(nn.Module):
-    """What a quantised linear layer is besides its own class."""
+    """Mixin of a quantised linear layer."""
 
     transposed: bool  # whether the stored matrix has inputs for rows
     weight: nn.Parameter
@@ -36,7 +35,7 @@ class Quantized(nn.Module):
     packings: dict[str, WeightPacking]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """As the layer's own, with the weight as it comes back."""
+        """The layer's own forward, with the dequantised weight."""
         form = self.packings["weight"].form
         y: torch.Tensor = packed_linear(x, self.weight, form.columns, form.bits, form.double, self.transposed)
         return y if self.bias is None else y + self.bias
@@ -49,15 +48,18 @@ class Quantized(nn.Module):
 def quantize_linears(
     model: nn.Module, targets: Callable[[str, nn.Module], bool], bits: Bits = "nf4", double: bool = True
 ) -> list[str]:
-    """Turns the chosen linear layers and stacks of experts into quantised ones, in place; returns the layers' names.
+    """Quantises the chosen linear layers and stacks of experts, in place; returns the layers' names.
 
-    On `meta` nothing is computed; real weights are quantised as they are.
+    On `meta` nothing is computed; real weights are quantised.
     """
     owners = Counter(id(p) for module in model.modules() for p in module.parameters(recurse=False))
     find_head = getattr(model, "get_output_embeddings", lambda: None)
-    head, kinds, chosen = find_head(), _linear_classes(), []
+    head = find_head()
+    kinds = _linear_classes()
+    chosen = []
     for name, module in model.named_modules():
-        linear, experts = type(module) in kinds, is_experts(module)
+        linear = type(module) in kinds
+        experts = is_experts(module)
         if not (linear or experts) or module is head or not targets(name, module):
             continue
         if experts:
@@ -69,8 +71,9 @@ def quantize_linears(
 
 
 def dequantized(module: nn.Module, dtype: torch.dtype = torch.float32, name: str = "weight") -> torch.Tensor:
-    """The weight that a quantised layer multiplies with, in its stored orientation; of a shard, the shard's."""
-    weight, packing = getattr(module, name).detach(), cast(Quantized, module).packings[name]
+    """Returns the weight that a quantised layer multiplies with, in its stored orientation; of a shard, the shard's."""
+    weight = getattr(module, name).detach()
+    packing = cast(Quantized, module).packings[name]
     if not isinstance(weight, DTensor):
         return packing.unpack(weight, dtype)
     local = packing.unpack(weight.to_local(), dtype)

@@ -1,6 +1,6 @@
-"""Stacks of experts in few bits: each expert's matrix comes back for its own tokens, and no stack ever does.
+"""Quantised stacks of experts: each expert's matrix is dequantised for its own tokens, never the full stack.
 
-Models of transformers keep the experts of a layer as 3-D parameters and publish that they do (`config`'s experts
+Models of transformers store the experts of a layer as 3-D parameters and publish that they do (`config`'s experts
 implementation). Of their implementations only the model's own loop multiplies expert by expert, so that one is chosen.
 It indexes the stack and multiplies; what it gets from a quantised stack is an object that knows how.
 """
@@ -19,10 +19,11 @@ from shardwise.nn.kernels.nf4 import Bits, RowFormat
 
 
 class _Expert:
-    """One expert's packed matrix, for the two products that models make: linear(x, w) and x @ w."""
+    """One expert's packed matrix, for the two products that models use: linear(x, w) and x @ w."""
 
     def __init__(self, packed: torch.Tensor, form: RowFormat) -> None:
-        self._packed, self._form = packed, form
+        self._packed = packed
+        self._form = form
 
     def float(self) -> _Expert:
         return self  # the product is in the type of its input
@@ -39,19 +40,20 @@ class _Expert:
 
 class _Stack:
     def __init__(self, packed: torch.Tensor, form: RowFormat) -> None:
-        self._packed, self._form = packed, form
+        self._packed = packed
+        self._form = form
 
     def __getitem__(self, index: Any) -> _Expert:
         return _Expert(self._packed[index], self._form)
 
 
 class QuantizedExperts(nn.Module):
-    """What a quantised stack of experts is besides its own class."""
+    """Mixin of a quantised stack of experts."""
 
     packings: dict[str, WeightPacking]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """As the model's own, with stacks in the place of the parameters."""
+        """The model's own forward, with stacks in place of the parameters."""
         stacks = {name: _Stack(getattr(self, name), packing.form) for name, packing in self.packings.items()}
         self.__dict__.update(stacks)  # before the parameters, where Python looks first
         try:
@@ -63,12 +65,12 @@ class QuantizedExperts(nn.Module):
 
 def is_experts(module: nn.Module) -> bool:
     """Whether a module is a stack of experts whose implementation can be chosen."""
-    known = hasattr(module, "is_transposed") and is_config(getattr(module, "config", None))
-    return known and any(p.ndim == 3 for p in module.parameters(recurse=False))
+    configurable = hasattr(module, "is_transposed") and is_config(getattr(module, "config", None))
+    return configurable and any(p.ndim == 3 for p in module.parameters(recurse=False))
 
 
 def quantize_experts(module: Any, bits: Bits, double: bool) -> None:
-    """Turns a stack of experts into a quantised one, in place."""
+    """Quantises a stack of experts, in place."""
     module.packings = {}
     for name, parameter in list(module.named_parameters(recurse=False)):
         if parameter.ndim == 3:
@@ -76,5 +78,5 @@ def quantize_experts(module: Any, bits: Bits, double: bool) -> None:
             setattr(module, name, packed_parameter(parameter, packing))
             module.packings[name] = packing
     set_experts_of(module.config, "eager")
-    plain = type(module)
-    module.__class__ = type(f"Quantized{plain.__name__}", (QuantizedExperts, plain), {})
+    base_class = type(module)
+    module.__class__ = type(f"Quantized{base_class.__name__}", (QuantizedExperts, base_class), {})

@@ -1,4 +1,4 @@
-"""From patterns to modules: what is adapted, what is trained whole, what is frozen, and what none of it covers."""
+"""From patterns to modules: what is adapted, trained in full, or frozen, and what is not covered."""
 
 from __future__ import annotations
 
@@ -24,73 +24,73 @@ FEEDFORWARD = (
 
 
 def matches(name: str, pattern: str) -> bool:
-    """Whether a dotted name, or its end from some dot on, is what a pattern describes."""
+    """Whether a dotted name, or its suffix from some dot on, matches a pattern."""
     return fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}")
 
 
 def linear_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Every linear layer but the output head."""
+    """Returns every linear layer except the output head."""
     head = output_head(model)
     return {name: m for name, m in model.named_modules() if is_linear(m) and m is not head}
 
 
 def output_head(model: Any) -> nn.Module | None:
-    """The layer that makes logits, where the model names one."""
+    """Returns the layer that computes logits, if the model has one."""
     getter = getattr(model, "get_output_embeddings", None)
     return getter() if getter is not None else None
 
 
 def find_targets(model: nn.Module, patterns: Sequence[str], field: str) -> list[str]:
-    """The linear layers that patterns name, in the model's order; every pattern must name some."""
+    """Returns the linear layers that match the patterns, in the model's order; every pattern must match some."""
     modules = dict(model.named_modules())
     linear = [name for name, module in modules.items() if is_linear(module)]
-    found: set[str] = set()
+    targets: set[str] = set()
     for pattern in patterns:
-        hits = [name for name in linear if matches(name, pattern)]
-        if not hits:
+        matched = [name for name in linear if matches(name, pattern)]
+        if not matched:
             others = [name for name in modules if name and matches(name, pattern)]
             raise _nothing(field, pattern, linear, others, modules)
-        found |= set(hits)
-    for name in found:
+        targets |= set(matched)
+    for name in targets:
         _refuse_shared(model, modules[name], name, field)
-    return [name for name in linear if name in found]
+    return [name for name in linear if name in targets]
 
 
 def find_modules(model: nn.Module, patterns: Sequence[str], field: str) -> list[str]:
-    """The modules with parameters that patterns name, none within another, in the model's order."""
+    """Returns the modules with parameters that match the patterns, none within another, in the model's order."""
     modules = {n: m for n, m in model.named_modules() if n and any(True for _ in m.parameters())}
-    found: set[str] = set()
+    chosen: set[str] = set()
     for pattern in patterns:
-        hits = [name for name in modules if matches(name, pattern)]
-        if not hits:
+        matched = [name for name in modules if matches(name, pattern)]
+        if not matched:
             raise _nothing(field, pattern, list(modules), [], modules)
-        found |= set(hits)
-    return [n for n in modules if n in found and not any(inside(n, [other]) and n != other for other in found)]
+        chosen |= set(matched)
+    return [n for n in modules if n in chosen and not any(inside(n, [other]) and n != other for other in chosen)]
 
 
 def find_parameters(named: Mapping[str, nn.Parameter], patterns: Sequence[str], field: str) -> list[str]:
-    """The parameters that patterns name, by their own names or by those of modules around them."""
-    found: set[str] = set()
+    """Returns the parameters that match the patterns, by their own names or those of modules around them."""
+    chosen: set[str] = set()
     for pattern in patterns:
-        hits = [name for name in named if any(matches(part, pattern) for part in _prefixes(name))]
-        if not hits:
-            around = list(dict.fromkeys(part for name in named for part in _prefixes(name)))
+        matched = [name for name in named if any(matches(part, pattern) for part in _prefixes(name))]
+        if not matched:
+            prefixes = list(dict.fromkeys(part for name in named for part in _prefixes(name)))
             modules = [name.rpartition(".")[0] or name for name in named]
-            raise _nothing(field, pattern, around, [], {}, "matches no parameter that is trained", modules)
-        found |= set(hits)
-    return [name for name in named if name in found]
+            raise _nothing(field, pattern, prefixes, [], {}, "matches no parameter that is trained", modules)
+        chosen |= set(matched)
+    return [name for name in named if name in chosen]
 
 
 def ia3_targets(model: nn.Module, targets: Sequence[str] | None, feedforward: Sequence[str] | None) -> dict[str, bool]:
-    """The layers that get factors, and whether those scale their inputs."""
-    scaled = _given_or_known(model, targets, KEYS_AND_VALUES, "method.targets")
-    inner = _given_or_known(model, feedforward, FEEDFORWARD, "method.feedforward")
+    """Returns the layers that get IA3 factors, and whether those scale their inputs."""
+    scaled = _given_or_known(model, targets, KEYS_AND_VALUES, "method.target_modules")
+    inner = _given_or_known(model, feedforward, FEEDFORWARD, "method.feedforward_modules")
     chosen = dict.fromkeys(scaled, False) | dict.fromkeys(inner, True)
     return {name: chosen[name] for name, _ in model.named_modules() if name in chosen}
 
 
 def with_tied(model: nn.Module, names: Sequence[str]) -> tuple[str, ...]:
-    """These modules and those that share a parameter with them: trained together, and PEFT wants both named."""
+    """Returns these modules and those that share a parameter with them: PEFT needs both named."""
     shared = {id(p) for name in names for p in model.get_submodule(name).parameters()}
     tied = [n for n, m in model.named_modules() if any(id(p) in shared for p in m.parameters(recurse=False))]
     return tuple(dict.fromkeys([*names, *(n for n in tied if not inside(n, names))]))
@@ -102,25 +102,26 @@ def inside(name: str, modules: Iterable[str]) -> bool:
 
 
 def uncovered(model: nn.Module, covered: Iterable[str]) -> tuple[str, ...]:
-    """Matrices outside of these modules, layers written as `*`: what a method leaves as it is."""
+    """Returns the matrices outside these modules, with layer numbers as `*`: what a method does not train."""
     names = tuple(covered)
-    left = [n for n, p in model.named_parameters() if p.ndim > 1 and not inside(n, names)]
-    return tuple(dict.fromkeys(re.sub(r"\.\d+(?=\.)", ".*", name).removesuffix(".weight") for name in left))
+    remaining = [n for n, p in model.named_parameters() if p.ndim > 1 and not inside(n, names)]
+    return tuple(dict.fromkeys(re.sub(r"\.\d+(?=\.)", ".*", name).removesuffix(".weight") for name in remaining))
 
 
 def shortest(names: Sequence[str], others: Iterable[str], dotted: bool = True) -> list[str]:
-    """Endings that describe these names and no other, for readers that compare the ends of names (PEFT).
+    """Returns suffixes that match these names and no others, for readers that compare the ends of names (PEFT).
 
     `dotted`: the reader compares whole parts; otherwise any end of the text.
     """
-    rest, mark = [o for o in others if o not in set(names)], "." if dotted else ""
-    found: dict[str, None] = {}
+    other_names = [o for o in others if o not in set(names)]
+    separator = "." if dotted else ""
+    suffixes: dict[str, None] = {}
     for name in names:
         parts = name.split(".")
         ends = (".".join(parts[-size:]) for size in range(1, len(parts) + 1))
-        clear = (end for end in ends if not any(o == end or o.endswith(mark + end) for o in rest))
-        found[next(clear, name)] = None
-    return list(found)
+        unambiguous = (end for end in ends if not any(o == end or o.endswith(separator + end) for o in other_names))
+        suffixes[next(unambiguous, name)] = None
+    return list(suffixes)
 
 
 def _prefixes(name: str) -> list[str]:
@@ -128,14 +129,18 @@ def _prefixes(name: str) -> list[str]:
     return [".".join(parts[:size]) for size in range(1, len(parts) + 1)]
 
 
-def _given_or_known(model: nn.Module, given: Sequence[str] | None, known: Sequence[str], field: str) -> list[str]:
-    if given is not None:
-        return find_targets(model, given, field) if given else []
-    found = [name for name in linear_modules(model) if any(matches(name, pattern) for pattern in known)]
-    if not found:
+def _given_or_known(
+    model: nn.Module, patterns: Sequence[str] | None, default_patterns: Sequence[str], field: str
+) -> list[str]:
+    if patterns is not None:
+        return find_targets(model, patterns, field) if patterns else []
+    known_layers = [
+        name for name in linear_modules(model) if any(matches(name, pattern) for pattern in default_patterns)
+    ]
+    if not known_layers:
         problem = "this model names its layers in a way that is not known"
         raise UserError(field, None, problem, f"name them, e.g. {_some(linear_modules(model))}")
-    return found
+    return known_layers
 
 
 def _refuse_shared(model: nn.Module, module: Any, name: str, field: str) -> None:
@@ -143,7 +148,7 @@ def _refuse_shared(model: nn.Module, module: Any, name: str, field: str) -> None
     if len(owners) > 1:
         other = next(n for n in owners if n != name)
         problem = f"shares its weight with {other}, which an update of {name} alone would tear apart"
-        raise UserError(field, name, problem, "leave it out, or train it whole with method.also")
+        raise UserError(field, name, problem, "leave it out, or train it whole with method.modules_to_save")
 
 
 def _nothing(
@@ -155,17 +160,21 @@ def _nothing(
     problem: str = "matches nothing in this model",
     examples: Sequence[str] = (),
 ) -> UserError:
-    if field == "method.targets" and pattern in ("linear", "all-linear", "all"):  # as others write it, or in a list
-        return UserError(field, pattern, problem, "write targets: linear for every linear layer but the head")
+    if field == "method.target_modules" and pattern in (
+        "linear",
+        "all-linear",
+        "all",
+    ):  # as others write it, or in a list
+        return UserError(field, pattern, problem, "write target_modules: linear for every linear layer but the head")
     if others:
         problem = f"matches {others[0]} ({type(modules[others[0]]).__name__}), which is no linear layer"
         return UserError(field, pattern, problem, f"name linear layers, e.g. {_some(candidates)}")
     ends = list(dict.fromkeys(name.rpartition(".")[2] for name in candidates))
-    near = difflib.get_close_matches(pattern.rpartition(".")[2], ends, n=3, cutoff=0.5)
-    near = near or difflib.get_close_matches(pattern, list(candidates), n=3, cutoff=0.5)
+    close_matches = difflib.get_close_matches(pattern.rpartition(".")[2], ends, n=3, cutoff=0.5)
+    close_matches = close_matches or difflib.get_close_matches(pattern, list(candidates), n=3, cutoff=0.5)
     remedy = (
-        f"did you mean {' or '.join(near)}?"
-        if near
+        f"did you mean {' or '.join(close_matches)}?"
+        if close_matches
         else f"name some that are there, e.g. {_some(examples or candidates)}"
     )
     return UserError(field, pattern, problem, remedy)

@@ -1,13 +1,13 @@
-"""Where documents begin and end in packed rows, and the masks that say so without being built.
+"""Document boundaries in packed rows, and masks that express them without being built.
 
 A packed batch needs no T x T mask: the boundaries say everything. They are known on the host when the batch is laid out
 and travel with it, as the `attention_mask` argument of the model's forward: no state is held anywhere, and a block that
-is computed again in backward finds them among its own arguments.
+is recomputed in backward finds them among its own arguments.
 
-[Note: masks that are not there] `RowsMask` stands where a model takes a mask of shape (rows, width), `DocumentMask`
-where its blocks take one of shape (rows, 1, width, width). Our attention function reads boundaries from the latter.
-Any other code that touches one (an operator, a slice, `F.scaled_dot_product_attention`) gets the tensor it stands for,
-made on first use: slower, never wrong.
+[Note: masks that are not there] `RowsMask` stands in for a mask of shape (rows, width) that a model takes,
+`DocumentMask` for one of shape (rows, 1, width, width) that its blocks take. Our attention function reads boundaries
+from the latter. Any other code that touches one (an operator, a slice, `F.scaled_dot_product_attention`) gets the
+tensor it stands for, made on first use: slower, never wrong.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ALIGNED = 8  # elements, at which attention kernels want the rows of a bias to b
 
 
 class _Standing:
-    """Stands for a tensor and becomes it as soon as anyone computes with it; see [Note: masks that are not there]."""
+    """Stands in for a tensor, which is made as soon as it is computed with; see [Note: masks that are not there]."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -79,16 +79,16 @@ for _name in (
 
 
 class StandingRows(_Standing):
-    """A mask of shape (rows, width); what models do to one on its way to transformers' mask functions loses nothing."""
+    """A mask of shape (rows, width); what models do to it before transformers' mask functions loses nothing."""
 
     def typed(self, dtype: torch.dtype) -> Self:
-        """The same under another type."""
+        """Returns the mask with another dtype."""
         raise NotImplementedError
 
     def to(self, *args: Any, **kwargs: Any) -> Self:
-        """The same under another type; it already is on the device of the batch."""
-        found = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.dtype)]
-        return self.typed(found[0] if found else self.dtype)
+        """Returns the mask with another dtype; it is already on the device of the batch."""
+        dtypes = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.dtype)]
+        return self.typed(dtypes[0] if dtypes else self.dtype)
 
     def bool(self) -> Self:
         return self.typed(torch.bool)
@@ -106,16 +106,17 @@ class StandingRows(_Standing):
         return self
 
     def view(self, *shape: Any) -> Any:
-        """The same where the shape is, as GPT-2 asks for."""
+        """Returns the mask itself if the shape is the same, as GPT-2 requests."""
         other = self.real.view(*shape)
         return self if other.shape == self.shape else other
 
 
 class RowsMask(StandingRows):
-    """A mask of ones, (rows, width), that knows the documents: nothing is hidden from all, much from one another."""
+    """A mask of ones, (rows, width), that knows the documents: no token is hidden from all, many from each other."""
 
     def __init__(self, documents: Documents, dtype: torch.dtype = torch.int64) -> None:
-        self.documents, self.dtype = documents, dtype
+        self.documents = documents
+        self.dtype = dtype
         self.shape = torch.Size((documents.rows, documents.width))
         self.device = documents.boundaries.device
 
@@ -128,32 +129,34 @@ class RowsMask(StandingRows):
 
 
 class OwnRows(StandingRows):
-    """Rows that say themselves what the blocks of a model get for them (parallel/context)."""
+    """Rows that make the mask of a model's blocks themselves (parallel/context)."""
 
     def for_blocks(self, ask: Callable[..., Any], **kwargs: Any) -> Any:
-        """What transformers' mask functions are called with in, the mask that blocks take out; `ask` makes others."""
+        """Returns the mask for blocks from the arguments of transformers' mask functions; `ask` makes others."""
         raise NotImplementedError
 
 
 class OwnMask(_Standing):
-    """A mask of blocks that attends by itself (parallel/context)."""
+    """A mask of blocks that computes attention itself (parallel/context)."""
 
     def attend(self, plain: Callable[..., Any], query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
                **kwargs: Any) -> torch.Tensor:  # fmt: skip
-        """(rows, heads, width, head) in, (rows, width, heads, head) out; `plain` is what else would attend."""
+        """(rows, heads, width, head) in, (rows, width, heads, head) out; `plain` is the attention otherwise used."""
         raise NotImplementedError
 
 
 class DocumentMask(_Standing):
-    """Who sees whom in packed rows: earlier tokens of the same document, at most `window` of them counting itself.
+    """Visibility in packed rows: earlier tokens of the same document, at most `window` of them including itself.
 
-    `largest_head`: what the device's variable-length kernel takes; 0 = it has none.
+    `largest_head`: the largest head size of the device's variable-length kernel; 0 = it has none.
     """
 
     dtype = torch.bool
 
     def __init__(self, documents: Documents, window: int | None, largest_head: int = 0) -> None:
-        self.documents, self.window, self.largest_head = documents, window, largest_head
+        self.documents = documents
+        self.window = window
+        self.largest_head = largest_head
         self.shape = torch.Size((documents.rows, 1, documents.width, documents.width))
         self.rows_and_width = (documents.rows, documents.width)
         self.device = documents.boundaries.device
@@ -164,33 +167,33 @@ class DocumentMask(_Standing):
 
     @cached_property
     def real(self) -> torch.Tensor:
-        at = torch.arange(self.documents.width, device=self.device)
-        sees = at[:, None] >= at
+        position = torch.arange(self.documents.width, device=self.device)
+        sees = position[:, None] >= position
         if self.window is not None:
-            sees = sees & (at[:, None] - at < self.window)
+            sees = sees & (position[:, None] - position < self.window)
         index = self.documents.index
         return (sees & (index[:, :, None] == index[:, None, :]))[:, None]
 
     def bias(self, dtype: torch.dtype) -> torch.Tensor:
-        """The mask as what is added to scores, made once: SDPA would make and keep one of its own in every layer.
+        """Returns the mask as an additive bias, cached: SDPA would make and save one of its own in every layer.
 
         It would do so too with rows in memory that do not begin at multiples of ALIGNED.
         """
         if dtype not in self._biases:
-            nothing = torch.zeros((), dtype=dtype, device=self.device)
-            wide = F.pad(self.real, (0, -self.documents.width % ALIGNED))
-            self._biases[dtype] = torch.where(wide, nothing, float("-inf"))[..., : self.documents.width]
+            zero = torch.zeros((), dtype=dtype, device=self.device)
+            padded = F.pad(self.real, (0, -self.documents.width % ALIGNED))
+            self._biases[dtype] = torch.where(padded, zero, float("-inf"))[..., : self.documents.width]
         return self._biases[dtype]
 
     def covers(self, length: int) -> bool:
-        """Whether the window takes in all of a document of this length."""
+        """Whether the window covers a document of this length."""
         return self.window is None or length <= self.window
 
     def band(self, length: int) -> torch.Tensor | None:
-        """The mask within a document of this length, or None where it is causal and no more."""
+        """Returns the mask within a document of this length; None if it is just causal."""
         if self.window is None or self.covers(length):
             return None
         if length not in self._bands:
-            at = torch.arange(length, device=self.device)
-            self._bands[length] = (at[:, None] >= at) & (at[:, None] - at < self.window)
+            position = torch.arange(length, device=self.device)
+            self._bands[length] = (position[:, None] >= position) & (position[:, None] - position < self.window)
         return self._bands[length]

@@ -1,9 +1,9 @@
-"""Attention over packed documents on a CPU: those of about one length are padded to the longest, and go together.
+"""Attention over packed documents on a CPU: documents of similar length are padded to the longest and batched.
 
-One call per document spends more on calls than on short documents. Behind a document's end, padding is seen by no token
-of it (attention is causal), so no mask is needed; what padding itself computes is dropped. Half precision is attended
-to in fp32: a CPU's backward takes three times as long in bf16 (measured with torch 2.13 on AVX-512), and the copy into
-groups is made anyway.
+One call per document spends more on calls than on short documents. Padding after a document's end is seen by none of
+its tokens (attention is causal), so no mask is needed; what padding itself computes is dropped. Half precision is
+computed in fp32: a CPU's backward takes three times as long in bf16 (measured with torch 2.13 on AVX-512), and the copy
+into groups is made anyway.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ WASTE = 1.25  # scores that a group computes, against those of its documents
 
 @dataclass(frozen=True)
 class LengthGroup:
-    """Documents that go together: where their tokens are, and the places they get among `count` × `longest`."""
+    """Documents in one batch: the indices of their tokens, and their positions among `count` × `longest`."""
 
     tokens: torch.Tensor
     places: torch.Tensor
@@ -31,33 +31,34 @@ class LengthGroup:
 
     @property
     def room(self) -> int:
+        """Positions of the batch, padding included."""
         return self.count * self.longest
 
 
 def group(lengths: Sequence[int], device: torch.device) -> list[LengthGroup]:
-    """Every document in a group, the longest first."""
+    """Returns groups that contain every document, the longest first."""
     starts = [0]
     for length in lengths:
         starts.append(starts[-1] + length)
-    found: list[list[int]] = []
+    groups: list[list[int]] = []
     scores = 0
     for number in sorted(range(len(lengths)), key=lambda n: -lengths[n]):
-        own = lengths[number] ** 2
-        if found and (len(found[-1]) + 1) * lengths[found[-1][0]] ** 2 <= WASTE * (scores + own):
-            found[-1].append(number)
-            scores += own
+        squared = lengths[number] ** 2
+        if groups and (len(groups[-1]) + 1) * lengths[groups[-1][0]] ** 2 <= WASTE * (scores + squared):
+            groups[-1].append(number)
+            scores += squared
         else:
-            found.append([number])
-            scores = own
-    return [_group(sorted(one), lengths, starts, device) for one in found]
+            groups.append([number])
+            scores = squared
+    return [_group(sorted(members), lengths, starts, device) for members in groups]
 
 
 def groups_of(documents: Documents) -> list[LengthGroup]:
-    """Groups of all documents of packed rows, made once: every block of a forward asks for the same."""
-    known = vars(documents)
-    if "groups" not in known:
-        known["groups"] = group(documents.lengths, documents.boundaries.device)
-    groups: list[LengthGroup] = known["groups"]
+    """Returns the groups of all documents of packed rows, cached: every block of a forward needs the same."""
+    attributes = vars(documents)
+    if "groups" not in attributes:
+        attributes["groups"] = group(documents.lengths, documents.boundaries.device)
+    groups: list[LengthGroup] = attributes["groups"]
     return groups
 
 
@@ -72,43 +73,45 @@ def attend_in_groups(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, groups: list[LengthGroup], dropout: float,
     scale: float | None,
 ) -> torch.Tensor:  # fmt: skip
-    """(tokens, heads, head) in and out; causal, and blind to other documents."""
+    """(tokens, heads, head) in and out; causal, and within documents only."""
     grouped = query.shape[1] != key.shape[1]
-    apart = zip(*(_ToGroups.apply(groups, x) for x in (query, key, value)), strict=True)
+    by_group = zip(*(_ToGroups.apply(groups, x) for x in (query, key, value)), strict=True)
     outputs = [
         F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True, scale=scale, enable_gqa=grouped)
-        for q, k, v in apart
+        for q, k, v in by_group
     ]
     return _FromGroups.apply(groups, query.shape[0], query.dtype, *outputs)  # type: ignore[no-any-return]
 
 
 def _spread(groups: list[LengthGroup], x: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """(tokens, heads, head) as a padded (documents, heads, longest, head) for each group, in fp32 at least."""
-    found = []
-    kind = torch.promote_types(x.dtype, torch.float32)
-    for one in groups:
-        full = one.room == len(one.places)
-        shape = one.room, *x.shape[1:]
-        laid = x.new_empty(shape, dtype=kind) if full else x.new_zeros(shape, dtype=kind)
-        laid.index_copy_(0, one.places, x.index_select(0, one.tokens).to(kind))
-        found.append(laid.view(one.count, one.longest, *x.shape[1:]).transpose(1, 2))
-    return tuple(found)
+    padded = []
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    for length_group in groups:
+        full = length_group.room == len(length_group.places)
+        shape = length_group.room, *x.shape[1:]
+        rows = x.new_empty(shape, dtype=dtype) if full else x.new_zeros(shape, dtype=dtype)
+        rows.index_copy_(0, length_group.places, x.index_select(0, length_group.tokens).to(dtype))
+        padded.append(rows.view(length_group.count, length_group.longest, *x.shape[1:]).transpose(1, 2))
+    return tuple(padded)
 
 
-def _collect(groups: list[LengthGroup], total: int, kind: torch.dtype, laid: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The opposite; every token is in one group."""
-    _, heads, _, head = laid[0].shape
-    out = laid[0].new_empty(total, heads, head, dtype=kind)
-    for one, part in zip(groups, laid, strict=True):
-        flat = part.transpose(1, 2).reshape(one.room, heads, head)
-        out.index_copy_(0, one.tokens, flat.index_select(0, one.places).to(kind))
+def _collect(groups: list[LengthGroup], total: int, dtype: torch.dtype, padded: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Inverse of `_spread`; every token is in one group."""
+    _, heads, _, head = padded[0].shape
+    out = padded[0].new_empty(total, heads, head, dtype=dtype)
+    for length_group, part in zip(groups, padded, strict=True):
+        flat = part.transpose(1, 2).reshape(length_group.room, heads, head)
+        out.index_copy_(0, length_group.tokens, flat.index_select(0, length_group.places).to(dtype))
     return out
 
 
 class _ToGroups(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, groups: list[LengthGroup], x: torch.Tensor) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
-        ctx.groups, ctx.total, ctx.kind = groups, x.shape[0], x.dtype
+        ctx.groups = groups
+        ctx.total = x.shape[0]
+        ctx.kind = x.dtype
         return _spread(groups, x)
 
     @staticmethod

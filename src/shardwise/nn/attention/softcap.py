@@ -34,7 +34,8 @@ def attend_capped(
     `starts`, `ends`: int32, of each token's document, the `longest` of which has so many tokens. Scores are
     `softcap * tanh(scale * q k / softcap)`.
     """
-    cap, width = softcap or 0.0, window or UNLIMITED
+    cap = softcap or 0.0
+    width = window or UNLIMITED
     out: torch.Tensor = capped_attention(query, key, value, sinks, starts, ends, longest, scale, cap, width)[0]
     return out
 
@@ -50,31 +51,31 @@ def reference(
     window: int | None = None,
     dropout: float = 0.0,
 ) -> torch.Tensor:
-    """What the kernel computes, in plain operations and single precision at least.
+    """Reference implementation in plain operations, in single precision at least.
 
-    Without `starts` all tokens are one document. The kernel knows no dropout.
+    Without `starts` all tokens are one document. The kernel has no dropout.
     """
-    wide = torch.promote_types(query.dtype, torch.float32)
-    q, k, v = (x.to(wide).transpose(0, 1) for x in (query, key, value))
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    q, k, v = (x.to(dtype).transpose(0, 1) for x in (query, key, value))
     k, v = (x.repeat_interleave(len(q) // len(x), 0) for x in (k, v))
     scores = q @ k.transpose(-1, -2) * scale
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
-    at = torch.arange(len(query), device=query.device)
-    first = at - ((window or UNLIMITED) - 1)
+    position = torch.arange(len(query), device=query.device)
+    first = position - ((window or UNLIMITED) - 1)
     first = first if starts is None else torch.maximum(starts.long(), first)
-    scores = scores.masked_fill((at < first[:, None]) | (at > at[:, None]), float("-inf"))
+    scores = scores.masked_fill((position < first[:, None]) | (position > position[:, None]), float("-inf"))
     weights = softmax_with(scores[None], sinks, dropout)[0]
     return (weights @ v).transpose(0, 1).to(query.dtype)
 
 
 def softmax_with(scores: torch.Tensor, sinks: torch.Tensor | None, dropout: float = 0.0) -> torch.Tensor:
-    """Weights of (rows, heads, queries, keys), one more score of each head among them, which has no value."""
+    """Returns the weights of (rows, heads, queries, keys), with one more score per head that has no value."""
     if sinks is None:
         weights = scores.softmax(-1)
     else:
-        more = sinks.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
-        weights = torch.cat([scores, more], -1).softmax(-1)[..., :-1]
+        sink_scores = sinks.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        weights = torch.cat([scores, sink_scores], -1).softmax(-1)[..., :-1]
     return F.dropout(weights, dropout) if dropout else weights
 
 
@@ -91,7 +92,7 @@ def capped_attention(
     softcap: float,
     window: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The output, and the logarithms of the sums that softmax divides by, (heads, tokens); no softcap: 0."""
+    """Returns the output, and the log-sum-exp of the scores, (heads, tokens); no softcap: 0."""
     from shardwise.nn.attention import softcap_triton as triton
 
     return triton.forward(query, key, value, sinks, starts, scale, softcap, window)
@@ -119,7 +120,7 @@ def capped_attention_backward(
     softcap: float,
     window: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of queries, keys, values and sinks (of none: empty)."""
+    """Returns the gradients of queries, keys, values and sinks (empty if there are none)."""
     from shardwise.nn.attention import softcap_triton as triton
 
     delta = (gradient.float() * out.float()).sum(-1).t().contiguous()  # (heads, tokens)

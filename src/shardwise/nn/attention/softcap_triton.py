@@ -19,7 +19,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 @dataclass(frozen=True)
 class Tiles:
-    """How a kernel is cut: queries and keys of a tile, warps, and tiles that are loaded ahead."""
+    """Tile sizes of a kernel: queries and keys of a tile, warps, and pipeline stages."""
 
     queries: int
     keys: int
@@ -203,12 +203,13 @@ def forward(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor | None, starts: torch.Tensor,
     scale: float, softcap: float, window: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Output and log-sum-exp."""
+    """Returns output and log-sum-exp."""
     query, key, value = map(_rows, (query, key, value))
     tokens, heads, _ = query.shape
     out = query.new_empty(tokens, heads, value.shape[-1])
     sums = query.new_empty(heads, tokens, dtype=torch.float32)
-    tiles, sizes = _tiles(FORWARD, query, value), _sizes(query, key, value, softcap)
+    tiles = _tiles(FORWARD, query, value)
+    sizes = _sizes(query, key, value, softcap)
     grid = (triton.cdiv(tokens, tiles.queries), heads)
     attention_forward[grid](
         query, key, value, query if sinks is None else sinks, starts, out, sums, _factor(scale, softcap), softcap,
@@ -221,25 +222,26 @@ def backward(
     gradient: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, starts: torch.Tensor,
     ends: torch.Tensor, sums: torch.Tensor, delta: torch.Tensor, scale: float, softcap: float, window: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Gradients of queries, keys and values."""
+    """Returns the gradients of queries, keys and values."""
     gradient, query, key, value = map(_rows, (gradient, query, key, value))
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (query, key, value))
     tokens, heads, _ = query.shape
-    sizes, strides = _sizes(query, key, value, softcap), _strides(gradient, query, key, value)
-    how = (_factor(scale, softcap), softcap, window, tokens)
+    sizes = _sizes(query, key, value, softcap)
+    strides = _strides(gradient, query, key, value)
+    scalars = (_factor(scale, softcap), softcap, window, tokens)
     tiles = _tiles(OF_KEYS, query, value)
     attention_of_keys[(triton.cdiv(tokens, tiles.keys), key.shape[1])](
-        gradient, query, key, value, starts, ends, sums, delta, dk, dv, *how, *strides, **sizes, **_shape(tiles)
+        gradient, query, key, value, starts, ends, sums, delta, dk, dv, *scalars, *strides, **sizes, **_shape(tiles)
     )
     tiles = _tiles(OF_QUERIES, query, value)
     attention_of_queries[(triton.cdiv(tokens, tiles.queries), heads)](
-        gradient, query, key, value, starts, sums, delta, dq, *how, *strides, **sizes, **_shape(tiles)
+        gradient, query, key, value, starts, sums, delta, dq, *scalars, *strides, **sizes, **_shape(tiles)
     )
     return dq, dk, dv
 
 
 def _factor(scale: float, softcap: float) -> float:
-    """What products are multiplied by: capped scores get the factor of exp2 behind the cap."""
+    """Factor of the products: capped scores get the factor of exp2 after the cap."""
     return scale if softcap else scale * float(LOG2E.value)
 
 
@@ -256,7 +258,8 @@ def _wide(size: int) -> int:
 
 
 def _sizes(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, softcap: float) -> dict[str, Any]:
-    head, wanted = query.shape[-1], value.shape[-1]
+    head = query.shape[-1]
+    wanted = value.shape[-1]
     return {
         "GROUP": query.shape[1] // key.shape[1], "CAPPED": softcap != 0.0, "HEAD": head, "VALUE": wanted,
         "WIDE": _wide(head), "VWIDE": _wide(wanted),

@@ -1,14 +1,14 @@
-"""Attention that cannot cross documents: no padding, no mask tensor, no wait for the device.
+"""Attention within documents of packed rows: no padding, no mask tensor, no device synchronisation.
 
-transformers asks two registries how to mask and how to attend. `install` puts functions there, under the names that
+transformers has two registries for masks and attention functions. `install` registers functions under the names that
 models already use (a new name changes their code paths), which act on batches that carry their documents (see
-documents.py) and hand every other call to the functions that stood there before. On CUDA all documents of a batch go
-through one variable-length kernel; on a CPU they are attended to one by one. What these cannot do (position biases,
-dropout or fp32 in the kernel, modules with attention of their own) gets the right mask as a tensor.
+documents.py) and pass every other call to the functions registered before. On CUDA all documents of a batch go through
+one variable-length kernel; on a CPU they are computed one by one. What these cannot do (position biases, dropout or
+fp32 in the kernel, modules with attention of their own) gets the right mask as a tensor.
 
 [Note: softcaps and sinks] transformers' SDPA function takes any keyword and ignores those that it does not know, the
 softcap of Gemma 2 and the sinks of gpt-oss among them. Ours computes them: by a kernel of its own on CUDA
-(nn/attention/softcap.py), else as its reference does. Which models are right under the name `sdpa` is tried
+(nn/attention/softcap.py), else as its reference does. Which models are right under the name `sdpa` is tested
 (definition.py).
 """
 
@@ -45,7 +45,7 @@ Attention = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 
 @dataclass(frozen=True)
 class Scores:
-    """How scores are made of queries and keys, and what happens to them before they meet the values."""
+    """How attention scores are computed from queries and keys, and what is applied to them before the values."""
 
     scale: float
     softcap: float | None = None
@@ -53,60 +53,61 @@ class Scores:
     dropout: float = 0.0
 
 
-def built_with(kind: Any, config: Any, attention: str | None, **how: Any) -> Any:
-    """A model of an auto class whose attention goes by this name, whether or not its class says it supports it.
+def built_with(model_class: Any, config: Any, attention: str | None, **options: Any) -> Any:
+    """Returns a model of an auto class with this attention, whether or not its class declares support for it.
 
     Our functions are in the registries afterwards: SDPA without them computes something else for some models.
     """
     register()
     config = copy.deepcopy(config)  # building names its attention in it
     if attention is None:
-        return kind.from_config(config, **how)
+        return model_class.from_config(config, **options)
     try:
-        return kind.from_config(config, attn_implementation=attention, **how)
+        return model_class.from_config(config, attn_implementation=attention, **options)
     except ValueError:
         if attention == "eager":
             raise
-    model = kind.from_config(config, attn_implementation="eager", **how)
+    model = model_class.from_config(config, attn_implementation="eager", **options)
     set_attention(model, attention)
     return model
 
 
 def _configs(model: Any) -> dict[int, Any]:
     """The configs of a model's parts that name an attention."""
-    found = (getattr(module, "config", None) for module in model.modules())
-    return {id(config): config for config in found if is_config(config)}
+    configs = (getattr(module, "config", None) for module in model.modules())
+    return {id(config): config for config in configs if is_config(config)}
 
 
 def set_attention(model: Any, name: str) -> None:
-    """Names the attention of every part of a model."""
+    """Sets the attention of every part of a model."""
     for config in _configs(model).values():
         set_attention_of(config, name)
 
 
 @contextlib.contextmanager
 def attention_as(model: Any, name: str) -> Iterator[None]:
-    """Within it every part of a model attends by this name."""
-    before = [(config, attention_of(config)) for config in _configs(model).values()]
+    """Sets the attention of every part of a model inside the block."""
+    previous = [(config, attention_of(config)) for config in _configs(model).values()]
     set_attention(model, name)
     try:
         yield
     finally:
-        for config, own in before:
-            set_attention_of(config, own)
+        for config, name_before in previous:
+            set_attention_of(config, name_before)
 
 
 def install(model: Any) -> bool:
-    """Teaches transformers about documents; False where this model attends by other means, and needs the plain path."""
+    """Registers our functions; returns False if this model uses other attention, and needs the plain path."""
     register()
     return {attention_of(config) for config in _configs(model).values()} <= {"sdpa", "eager"}
 
 
 def register() -> None:
-    """Puts our functions in transformers' registries, once."""
+    """Registers our functions with transformers, once."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
-    masks, attentions = AttentionMaskInterface(), AttentionInterface()
+    masks = AttentionMaskInterface()
+    attentions = AttentionInterface()
     for name in ("sdpa", "eager"):
         if not _is_ours(masks[name]):
             AttentionMaskInterface.register(name, partial(mask_documents, masks[name], name == "sdpa"))
@@ -119,7 +120,10 @@ def _is_ours(function: Any) -> bool:
 
 
 def largest_head(device: torch.device) -> int:
-    """What the device's flash kernel takes; 0 = it has none. Backward of the largest heads needs a data-centre card."""
+    """Returns the largest head size of the device's flash kernel; 0 = it has none.
+
+    Backward of the largest heads needs a data-centre card.
+    """
     if stands_in():
         return 192
     if device.type != "cuda" or torch.version.hip or torch.cuda.get_device_capability(device) < (8, 0):
@@ -128,7 +132,7 @@ def largest_head(device: torch.device) -> int:
 
 
 def mask_documents(plain: Callable[..., Any], standing: bool, *args: Any, **kwargs: Any) -> Any:
-    """In the mask registry: a mask that is not there where the rule is (sliding-window) causal, else a real one.
+    """Mask function for the registry: a stand-in if the rule is (sliding-window) causal, else a real mask.
 
     `plain`: the function for batches without documents. `standing`: whether the attention of this name takes a
     DocumentMask.
@@ -151,7 +155,7 @@ def mask_documents(plain: Callable[..., Any], standing: bool, *args: Any, **kwar
         if size and _same_rule(rule, masking_utils.sliding_window_causal_mask_function(size)):
             return DocumentMask(documents, size, head)
     if size and _same_rule(rule, masking_utils.chunked_causal_mask_function(size, rows.real)):
-        rule = _from_the_start(rule, documents.positions)
+        rule = _within_documents(rule, documents.positions)
     rule = masking_utils.and_masks(rule, masking_utils.packed_sequence_mask_function(documents.index))
     changes = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False, "attention_mask": None}
     return plain(*args, **kwargs | changes | {"mask_function": rule})
@@ -170,8 +174,8 @@ def _captured(function: FunctionType) -> tuple[Any, ...]:
     return tuple(cell.cell_contents for cell in function.__closure__ or ())
 
 
-def _from_the_start(rule: Callable[..., Any], positions: torch.Tensor) -> Callable[..., Any]:
-    """A rule about chunks of a row as one about chunks of a document."""
+def _within_documents(rule: Callable[..., Any], positions: torch.Tensor) -> Callable[..., Any]:
+    """Converts a rule about chunks of a row to one about chunks of a document."""
     return lambda b, h, q, k: rule(b, h, positions[b, q], positions[b, k])
 
 
@@ -186,11 +190,11 @@ def attend_documents(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """In the attention registry: (rows, heads, width, head) in, (rows, width, heads, head) out."""
+    """Attention function for the registry: (rows, heads, width, head) in, (rows, width, heads, head) out."""
     if isinstance(attention_mask, OwnMask):
-        how = {"module": module, "dropout": dropout, "scaling": scaling}
-        return attention_mask.attend(plain, query, key, value, **how, **kwargs), None
-    other = partial(plain, module, query, key, value, dropout=dropout, scaling=scaling, **kwargs)
+        options = {"module": module, "dropout": dropout, "scaling": scaling}
+        return attention_mask.attend(plain, query, key, value, **options, **kwargs), None
+    fallback = partial(plain, module, query, key, value, dropout=dropout, scaling=scaling, **kwargs)
     mask = attention_mask if isinstance(attention_mask, DocumentMask) else None
     if mask is not None and any((x.shape[0], x.shape[2]) != mask.rows_and_width for x in (query, key, value)):
         attention_mask = mask.real
@@ -202,35 +206,37 @@ def attend_documents(
             return _capped_in_steps(module, query, key, value, attention_mask, scores, kwargs), None
         return _capped_documents(query, key, value, mask, scores), None
     if mask is None:
-        return other(attention_mask=attention_mask)
+        return fallback(attention_mask=attention_mask)
     if kwargs.get("position_bias") is not None:
-        return other(attention_mask=mask.real)
+        return fallback(attention_mask=mask.real)
     documents = mask.documents
     if documents.alone and mask.covers(documents.width):  # nothing is packed: SDPA's own kernels are faster
         if query.dtype == torch.float32 and effective_device(query) == "cuda" and query.shape[1] != key.shape[1]:
             # The only kernel that takes fp32 wants as many keys as queries; else every score would be kept.
             key, value = (x.repeat_interleave(query.shape[1] // key.shape[1], 1) for x in (key, value))
-            other = partial(plain, module, query, key, value, dropout=dropout, scaling=scaling, **kwargs)
+            fallback = partial(plain, module, query, key, value, dropout=dropout, scaling=scaling, **kwargs)
         if _in_long_kernel(module, query, key, value, mask, dropout):
             return attend_long(query, key, value, scaling), None
-        return other(attention_mask=None, is_causal=True)
+        return fallback(attention_mask=None, is_causal=True)
     if _kernel_takes(query, key, value, mask, dropout):
         return _in_one_kernel(query, key, value, mask, scaling), None
     if effective_device(query) == "cpu":
         return _one_by_one(query, key, value, mask, dropout, scaling), None
-    return other(attention_mask=mask.bias(query.dtype))
+    return fallback(attention_mask=mask.bias(query.dtype))
 
 
 def _capped_documents(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: DocumentMask, scores: Scores
 ) -> torch.Tensor:
-    """Softcaps and sinks: all documents in one kernel, or one by one as its reference."""
-    q, k, v = _flat(query), _flat(key), _flat(value)
-    how: Any = {"scale": scores.scale, "softcap": scores.softcap, "sinks": scores.sinks, "window": mask.window}
+    """Softcaps and sinks: all documents in one kernel, or one by one with its reference."""
+    q = _flat(query)
+    k = _flat(key)
+    v = _flat(value)
+    options: Any = {"scale": scores.scale, "softcap": scores.softcap, "sinks": scores.sinks, "window": mask.window}
     if mask.spans is not None and _kernel_takes(query, key, value, mask, scores.dropout):
-        return _in_rows(attend_capped(q, k, v, *mask.spans, mask.documents.longest, **how), mask)
+        return _in_rows(attend_capped(q, k, v, *mask.spans, mask.documents.longest, **options), mask)
     parts = zip(*(x.split(mask.documents.lengths) for x in (q, k, v)), strict=True)
-    return _in_rows(torch.cat([reference(a, b, c, None, **how, dropout=scores.dropout) for a, b, c in parts]), mask)
+    return _in_rows(torch.cat([reference(a, b, c, None, **options, dropout=scores.dropout) for a, b, c in parts]), mask)
 
 
 def _capped_in_steps(
@@ -238,19 +244,20 @@ def _capped_in_steps(
     kwargs: dict[str, Any],
 ) -> torch.Tensor:  # fmt: skip
     """Softcaps and sinks by plain operations, for any mask."""
-    wide, heads = torch.promote_types(query.dtype, torch.float32), query.shape[1] // key.shape[1]
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    heads = query.shape[1] // key.shape[1]
     key, value = (x.repeat_interleave(heads, 1) for x in (key, value))
-    found = (query @ key.transpose(-1, -2)).to(wide) * scores.scale
+    logits = (query @ key.transpose(-1, -2)).to(dtype) * scores.scale
     if scores.softcap is not None:
-        found = scores.softcap * torch.tanh(found / scores.softcap)
+        logits = scores.softcap * torch.tanh(logits / scores.softcap)
     if kwargs.get("position_bias") is not None:
-        found = found + kwargs["position_bias"]
+        logits = logits + kwargs["position_bias"]
     causal = kwargs.get("is_causal")
     if mask is None and query.shape[2] > 1 and (getattr(module, "is_causal", True) if causal is None else causal):
         mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
     if mask is not None:
-        found = found.masked_fill(~mask, torch.finfo(wide).min) if mask.dtype == torch.bool else found + mask
-    weights = softmax_with(found, scores.sinks, scores.dropout)
+        logits = logits.masked_fill(~mask, torch.finfo(dtype).min) if mask.dtype == torch.bool else logits + mask
+    weights = softmax_with(logits, scores.sinks, scores.dropout)
     return (weights.to(value.dtype) @ value).transpose(1, 2)
 
 
@@ -267,10 +274,12 @@ def _in_rows(x: torch.Tensor, mask: DocumentMask) -> torch.Tensor:
 def _one_by_one(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: DocumentMask, dropout: float, scale: float | None
 ) -> torch.Tensor:
-    """SDPA per document: as many scores as documents have, not as rows have."""
+    """SDPA per document: computes the scores of documents only, not of full rows."""
     lengths = mask.documents.lengths
     if mask.covers(mask.documents.longest):
-        q, k, v = _flat(query), _flat(key), _flat(value)
+        q = _flat(query)
+        k = _flat(key)
+        v = _flat(value)
         return _in_rows(attend_in_groups(q, k, v, groups_of(mask.documents), dropout, scale), mask)
     outputs = []
     # split, not slices: its backward is one concatenation, that of a slice a tensor of zeros as large as the whole
@@ -287,7 +296,7 @@ def _one_by_one(
 def _kernel_takes(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: DocumentMask, dropout: float
 ) -> bool:
-    """Whether kernels over documents laid end to end compute this, and compute it right."""
+    """Whether the kernels over concatenated documents support this, and compute it right."""
     head = max(query.shape[-1], value.shape[-1])
     half = query.dtype == key.dtype == value.dtype and query.dtype in KERNEL_TYPES
     grouped = query.shape[1] % key.shape[1] == 0
@@ -303,18 +312,19 @@ def _in_long_kernel(
     mask: DocumentMask,
     dropout: float,
 ) -> bool:
-    """Whether the operator of ours computes this, for a sequence so long that its heads are taken a few at a time, or
-    because what it makes is to be kept (parallel/activations/saved_attention.py), by kernels that take this."""
-    keeps = getattr(module, "keeps_attention", False)
-    same = query.shape[-1] == value.shape[-1]
+    """Whether to use our operator: for a sequence so long that its heads are processed a few at a time, or because
+    its output is to be saved (parallel/activations/saved_attention.py), if the kernels support it.
+    """
+    saves_output = getattr(module, "keeps_attention", False)
+    same_head_size = query.shape[-1] == value.shape[-1]
     if effective_device(query) != "cuda":
-        return keeps and same and dropout == 0.0
-    same = same and query.shape[-1] % 8 == 0
-    return (keeps or is_long(query)) and same and _kernel_takes(query, key, value, mask, dropout)
+        return saves_output and same_head_size and dropout == 0.0
+    same_head_size = same_head_size and query.shape[-1] % 8 == 0
+    return (saves_output or is_long(query)) and same_head_size and _kernel_takes(query, key, value, mask, dropout)
 
 
-def _wide(x: torch.Tensor, head: int) -> torch.Tensor:
-    """With heads of this size, and without a copy where nothing is missing."""
+def _padded_heads(x: torch.Tensor, head: int) -> torch.Tensor:
+    """Pads heads to this size, without a copy if nothing is missing."""
     if x.shape[-1] < head:
         return F.pad(x, (0, head - x.shape[-1]))
     return x if x.stride(-1) == 1 else x.contiguous()
@@ -326,19 +336,21 @@ def _in_one_kernel(
     """Flash attention over all documents at once."""
     documents = mask.documents
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    head, wanted = -(-max(query.shape[-1], value.shape[-1]) // 8) * 8, value.shape[-1]
+    head = -(-max(query.shape[-1], value.shape[-1]) // 8) * 8
+    value_head = value.shape[-1]
     # The kernel wants one head size, a multiple of 8; zeros change neither scores nor the columns that are kept.
-    q, k, v = (_wide(_flat(x), head) for x in (query, key, value))
-    bounds, longest = documents.boundaries, documents.longest
+    q, k, v = (_padded_heads(_flat(x), head) for x in (query, key, value))
+    bounds = documents.boundaries
+    longest = documents.longest
     # Ours counts the token itself.
     window = (-1, 0) if mask.window is None or mask.covers(longest) else (mask.window - 1, 0)
     output = varlen_attn(q, k, v, bounds, bounds, longest, longest, scale=scale, window_size=window, **KERNEL_OPTIONS)
     assert isinstance(output, torch.Tensor)
-    return _in_rows(output[..., :wanted], mask)
+    return _in_rows(output[..., :value_head], mask)
 
 
 def fast_attention(device: torch.device) -> contextlib.AbstractContextManager[None]:
-    """From Hopper on cuDNN's attention comes first: 1.8 times flash's speed on an H200 (466 against 258 TFLOP/s).
+    """Prefers cuDNN's attention from Hopper on: 1.8 times flash's speed on an H200 (466 against 258 TFLOP/s).
 
     Around backward as well: a block that is recomputed must choose the same kernel again.
     """

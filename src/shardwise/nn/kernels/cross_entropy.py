@@ -22,7 +22,10 @@ WARPS = 16
 
 
 def cross_entropy_(logits: torch.Tensor, labels: torch.Tensor, ignore: int, gradient: bool) -> torch.Tensor:
-    """-log p of each row's label in fp32, 0 where it is `ignore`; with `gradient`, logits become d loss / d logits."""
+    """Returns -log p of each row's label in fp32, 0 if it is `ignore`.
+
+    With `gradient`, logits become d loss / d logits.
+    """
     if stands_in():
         logits.mul_(1)
         return logits.amax(1).float()  # reads and writes as much as the kernel
@@ -37,39 +40,39 @@ def cross_entropy_(logits: torch.Tensor, labels: torch.Tensor, ignore: int, grad
 
 
 def cross_entropy_reference_(logits: torch.Tensor, labels: torch.Tensor, ignore: int, gradient: bool) -> torch.Tensor:
-    """The same in plain steps."""
-    wide = logits.float()
-    learned = labels != ignore
+    """Reference implementation of `cross_entropy_` in plain PyTorch."""
+    logits32 = logits.float()
+    has_loss = labels != ignore
     index = labels.clamp(min=0)[:, None]
-    total = wide.logsumexp(1)
-    losses = (total - wide.gather(1, index)[:, 0]) * learned
+    total = logits32.logsumexp(1)
+    losses = (total - logits32.gather(1, index)[:, 0]) * has_loss
     if gradient:
-        share = (wide - total[:, None]).exp_()
-        share.scatter_add_(1, index, share.new_full(index.shape, -1.0))
-        logits.copy_(share.mul_(learned[:, None]))
+        probability = (logits32 - total[:, None]).exp_()
+        probability.scatter_add_(1, index, probability.new_full(index.shape, -1.0))
+        logits.copy_(probability.mul_(has_loss[:, None]))
     return losses
 
 
 def cross_entropy_parallel_(
     logits: torch.Tensor, labels: torch.Tensor, ignore: int, gradient: bool, first: int, group: dist.ProcessGroup
 ) -> torch.Tensor:
-    """Where each rank of a group has some columns of the logits, from `first` on: three numbers a row travel."""
+    """Like `cross_entropy_`, for logits sharded by columns, from `first` on: communicates three numbers per row."""
     wide = logits if logits.dtype == torch.float64 else logits.float()
-    learned = labels != ignore
+    has_loss = labels != ignore
     highest = wide.amax(1) if wide.shape[1] else wide.new_full((len(wide),), -torch.inf)
     dist.all_reduce(highest, dist.ReduceOp.MAX, group)
-    mine = learned & (labels >= first) & (labels < first + wide.shape[1])
+    has_label = has_loss & (labels >= first) & (labels < first + wide.shape[1])
     index = (labels - first).clamp(0, max(0, wide.shape[1] - 1))[:, None]
-    picked = wide.gather(1, index)[:, 0] if wide.shape[1] else highest
-    share = (wide - highest[:, None]).exp_()
-    sums = torch.stack([share.sum(1), torch.where(mine, picked, 0)])
+    label_logit = wide.gather(1, index)[:, 0] if wide.shape[1] else highest
+    probability = (wide - highest[:, None]).exp_()
+    sums = torch.stack([probability.sum(1), torch.where(has_label, label_logit, 0)])
     dist.all_reduce(sums, group=group)
     total, target = sums.unbind()
     if gradient and wide.shape[1]:
-        share /= total[:, None]
-        share.scatter_add_(1, index, -mine[:, None].to(share.dtype))
-        logits.copy_(share.mul_(learned[:, None]))
-    return (total.log() + highest - target) * learned
+        probability /= total[:, None]
+        probability.scatter_add_(1, index, -has_label[:, None].to(probability.dtype))
+        logits.copy_(probability.mul_(has_loss[:, None]))
+    return (total.log() + highest - target) * has_loss
 
 
 if triton is not None:

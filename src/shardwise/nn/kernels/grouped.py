@@ -1,6 +1,6 @@
-"""Products of groups of rows with a matrix each, whose sizes the device alone knows.
+"""Grouped matrix products, whose group sizes only the device knows.
 
-torch's own, as one operator of ours: a rehearsal and a compiler learn its shapes for every type, not for bf16 alone.
+torch's own, as one operator of ours: a rehearsal and a compiler know its shapes for every dtype, not only bf16.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ def scale_and_add_low_rank_(
     y: torch.Tensor, by_row: torch.Tensor, by_column: torch.Tensor | None, low: torch.Tensor, b: torch.Tensor,
     scale: float,
 ) -> torch.Tensor:  # fmt: skip
-    """The same after y has been multiplied by an fp32 factor for each row and, where given, for each column."""
+    """The same after y has been multiplied by an fp32 factor for each row and, if given, for each column."""
     if not _takes(y, low, b):
         y.copy_(y * by_row if by_column is None else y * by_row * by_column.view(1, -1))
         return y.addmm_(low.to(y.dtype), b.t().to(y.dtype), alpha=scale)

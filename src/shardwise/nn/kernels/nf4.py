@@ -33,7 +33,7 @@ __all__ = ["BLOCK", "LEVELS", "Bits", "RowFormat", "as_float8", "dequantize", "f
 
 
 def quantize(x: torch.Tensor, form: RowFormat) -> torch.Tensor:
-    """(rows, columns) floats → (rows, row_bytes) int8."""
+    """Quantises (rows, columns) floats to (rows, row_bytes) int8."""
     out = torch.zeros(x.shape[0], form.row_bytes, dtype=torch.int8, device=x.device)
     if x.numel() and not stands_in():
         _backend(x).quantize_into(out, x, form)
@@ -41,7 +41,7 @@ def quantize(x: torch.Tensor, form: RowFormat) -> torch.Tensor:
 
 
 def dequantize(packed: torch.Tensor, form: RowFormat, dtype: torch.dtype) -> torch.Tensor:
-    """(rows, row_bytes) int8 → (rows, columns) floats; computed in fp32 and rounded once."""
+    """Dequantises (rows, row_bytes) int8 to (rows, columns) floats; computed in fp32 and rounded once."""
     assert packed.dtype == torch.int8, f"packed weights were cast to {packed.dtype}"
     out = torch.empty(packed.shape[0], form.columns, dtype=dtype, device=packed.device)
     if out.numel() and not stands_in():
@@ -50,18 +50,18 @@ def dequantize(packed: torch.Tensor, form: RowFormat, dtype: torch.dtype) -> tor
 
 
 def as_float8(packed: torch.Tensor, form: RowFormat) -> tuple[torch.Tensor, torch.Tensor]:
-    """(rows, row_bytes) int8 → (rows, columns) in fp8 and what each row is multiplied by, (rows, 1) in fp32.
+    """Returns (rows, row_bytes) int8 as (rows, columns) in fp8, and the scale of each row, (rows, 1) in fp32.
 
-    Rows that are fp8 are where they lie; those of nf4, whose levels and scales have more bits, are rounded once more.
+    fp8 rows are views; those of nf4, whose levels and scales have more bits, are rounded once more.
     """
-    found: tuple[torch.Tensor, torch.Tensor] = _backend(packed).as_float8(packed, form)
-    return found
+    result: tuple[torch.Tensor, torch.Tensor] = _backend(packed).as_float8(packed, form)
+    return result
 
 
 def float8_scales(packed: torch.Tensor, form: RowFormat) -> torch.Tensor:
-    """The second of the two."""
-    found: torch.Tensor = _backend(packed).float8_scales(packed, form)
-    return found
+    """Returns the scales of `as_float8`."""
+    scales: torch.Tensor = _backend(packed).float8_scales(packed, form)
+    return scales
 
 
 def _backend(tensor: torch.Tensor) -> Any:

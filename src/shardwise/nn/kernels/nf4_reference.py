@@ -1,7 +1,7 @@
-"""Weights in few bits, in plain PyTorch: what the Triton kernels are held to, and what runs on a CPU.
+"""Quantised weights in plain PyTorch: the reference of the Triton kernels, and what runs on a CPU.
 
-It works through a few rows at a time that stay in the cache. A byte of codes is looked up as a pair of floats, read as
-one 8-byte number: 0.5 ns a weight on a core, half of what two look-ups take.
+It processes a few rows at a time that stay in the cache. A byte of codes is looked up as a pair of floats, read as one
+8-byte number: 0.5 ns a weight on a core, half of what two look-ups take.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ LARGEST = torch.finfo(FLOAT8).max
 
 @dataclass(frozen=True)
 class RowFormat:
-    """How a row of so many floats lies in bytes; see the note in nf4.py."""
+    """How a row of `columns` floats is stored in bytes; see the note in nf4.py."""
 
     columns: int
     bits: Bits = "nf4"
@@ -38,6 +38,7 @@ class RowFormat:
 
     @property
     def blocks(self) -> int:
+        """Number of blocks in a row."""
         return -(-self.columns // BLOCK)
 
     @property
@@ -50,6 +51,7 @@ class RowFormat:
 
     @property
     def row_bytes(self) -> int:
+        """Bytes of a row."""
         if self.bits != "nf4":
             return self.code_bytes + (4 if self.bits == "int8" else 16)
         scales = 4 + self.blocks if self.double else 4 * self.blocks
@@ -57,7 +59,7 @@ class RowFormat:
 
 
 def quantize_into(out: torch.Tensor, x: torch.Tensor, form: RowFormat) -> None:
-    """(rows, columns) floats → (rows, row_bytes) int8."""
+    """Quantises (rows, columns) floats to (rows, row_bytes) int8."""
     if form.bits != "nf4":
         write = _quantize_steps if form.bits == "int8" else _quantize_floats
         for rows in _pieces(x, form):
@@ -66,16 +68,16 @@ def quantize_into(out: torch.Tensor, x: torch.Tensor, form: RowFormat) -> None:
     scales = torch.empty(len(x), form.blocks, device=x.device)
     for rows in _pieces(x, form):
         piece = torch.nn.functional.pad(x[rows].float(), (0, form.blocks * BLOCK - form.columns)).view(-1, BLOCK)
-        most = piece.abs().amax(1)
-        codes = _nearest(piece * torch.where(most > 0, most.reciprocal(), 0.0)[:, None]).view(-1, 2)
+        largest = piece.abs().amax(1)
+        codes = _nearest(piece * torch.where(largest > 0, largest.reciprocal(), 0.0)[:, None]).view(-1, 2)
         pairs = (codes[:, 0] | (codes[:, 1] << 4)).to(torch.uint8)
         out[rows, : form.code_bytes] = pairs.view(torch.int8).view(-1, form.code_bytes)
-        scales[rows] = most.view(-1, form.blocks)
+        scales[rows] = largest.view(-1, form.blocks)
     write_scales(out, scales, form)
 
 
 def dequantize_into(out: torch.Tensor, packed: torch.Tensor, form: RowFormat) -> None:
-    """(rows, row_bytes) int8 → (rows, columns) floats."""
+    """Dequantises (rows, row_bytes) int8 to (rows, columns) floats."""
     if form.bits != "nf4":
         for rows in _pieces(out, form):
             codes = packed[rows, : form.columns]
@@ -90,12 +92,12 @@ def dequantize_into(out: torch.Tensor, packed: torch.Tensor, form: RowFormat) ->
 
 
 def row_scales(packed: torch.Tensor, form: RowFormat) -> torch.Tensor:
-    """The fp32 scales (rows, 1) of int8's and fp8's rows."""
+    """Returns the fp32 scales (rows, 1) of int8's and fp8's rows."""
     return packed[:, form.code_bytes : form.code_bytes + 4].view(torch.float32)
 
 
 def float8_scales(packed: torch.Tensor, form: RowFormat) -> torch.Tensor:
-    """What fp8 numbers of each row are multiplied by, (rows, 1) in fp32: nf4's largest block reaches their largest."""
+    """Returns the scale of each row in fp8, (rows, 1) in fp32: nf4's largest block maps to the format's largest."""
     if form.bits != "nf4":
         return row_scales(packed, form)
     if not form.double:
@@ -105,7 +107,7 @@ def float8_scales(packed: torch.Tensor, form: RowFormat) -> torch.Tensor:
 
 
 def as_float8(packed: torch.Tensor, form: RowFormat) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows in fp8 and what they are multiplied by; nf4's are rounded once more."""
+    """Returns rows in fp8 and their scales; nf4's are rounded once more."""
     scales = float8_scales(packed, form)
     if form.bits == "fp8":
         return packed[:, : form.columns].view(FLOAT8), scales
@@ -134,7 +136,7 @@ def write_scales(packed: torch.Tensor, scales: torch.Tensor, form: RowFormat) ->
 
 
 def read_scales(packed: torch.Tensor, form: RowFormat) -> torch.Tensor:
-    """The fp32 scales (rows, blocks) of nf4's blocks."""
+    """Returns the fp32 scales (rows, blocks) of nf4's blocks."""
     tail = packed[:, form.code_bytes :]
     if not form.double:
         return tail.view(torch.float32)
@@ -143,7 +145,7 @@ def read_scales(packed: torch.Tensor, form: RowFormat) -> torch.Tensor:
 
 
 def _in_double(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-    """On a CPU the last bit of such a function depends on where in the tensor an element lies: it would on sharding."""
+    """On a CPU the last bit of such a function depends on an element's position in the tensor, and so on sharding."""
     return function(x.double()).float() if x.device.type == "cpu" else function(x)
 
 
@@ -162,7 +164,7 @@ def _quantize_floats(out: torch.Tensor, x: torch.Tensor, form: RowFormat) -> Non
 
 
 def _nearest(y: torch.Tensor) -> torch.Tensor:
-    """The nearest level's code of each number in [-1, 1], as int32: how many edges are below it."""
+    """The code of the level nearest to each number in [-1, 1], as int32: how many edges are below it."""
     base, edge = _cells(str(y.device))
     cell = _cell_of(y).view(-1)
     below = torch.index_select(base, 0, cell).view_as(y)
@@ -175,13 +177,13 @@ def _cell_of(y: torch.Tensor) -> torch.Tensor:
 
 @lru_cache
 def levels(device: str) -> torch.Tensor:
-    """What each code stands for, in fp32."""
+    """Returns the value of each code, in fp32."""
     return torch.tensor(LEVELS, device=device)
 
 
 @lru_cache
 def edges(device: str = "cpu") -> torch.Tensor:
-    """Half-way between the levels, in fp32."""
+    """Returns the midpoints between the levels, in fp32."""
     values = levels("cpu")
     return ((values[1:] + values[:-1]) / 2).to(device)
 
@@ -189,17 +191,18 @@ def edges(device: str = "cpu") -> torch.Tensor:
 @lru_cache
 def _cells(device: str) -> tuple[torch.Tensor, torch.Tensor]:
     """For each cell: how many edges are in the cells before it, and the edge within it."""
-    where = _cell_of(edges())
-    base = torch.tensor([int((where < cell).sum()) for cell in range(CELLS + 1)], dtype=torch.int32)
+    edge_cells = _cell_of(edges())
+    base = torch.tensor([int((edge_cells < cell).sum()) for cell in range(CELLS + 1)], dtype=torch.int32)
     edge = torch.full((CELLS + 1,), torch.inf)
-    edge[where.long()] = edges()
+    edge[edge_cells.long()] = edges()
     return base.to(device), edge.to(device)
 
 
 @lru_cache
 def _pairs(device: str) -> torch.Tensor:
-    """What each byte stands for: two fp32 levels, read as one fp64 number that nothing computes with."""
-    byte, values = torch.arange(256), levels("cpu")
+    """The value of each byte: two fp32 levels, read as one fp64 number that nothing computes with."""
+    byte = torch.arange(256)
+    values = levels("cpu")
     return torch.stack([values[byte & 15], values[byte >> 4]], 1).view(torch.float64).view(-1).to(device)
 
 

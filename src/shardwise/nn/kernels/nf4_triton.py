@@ -131,7 +131,7 @@ def _dequantize_steps(out, packed, columns, row_words, code_bytes, out_row, WIDT
 
 
 def quantize_into(out: torch.Tensor, x: torch.Tensor, form: RowFormat) -> None:
-    """(rows, columns) floats → (rows, row_bytes) int8."""
+    """Quantises (rows, columns) floats to (rows, row_bytes) int8."""
     if form.bits != "nf4" or x.stride(1) != 1:
         reference.quantize_into(out, x, form)
         return
@@ -146,7 +146,7 @@ def quantize_into(out: torch.Tensor, x: torch.Tensor, form: RowFormat) -> None:
 
 
 def dequantize_into(out: torch.Tensor, packed: torch.Tensor, form: RowFormat) -> None:
-    """(rows, row_bytes) int8 → (rows, columns) floats."""
+    """Dequantises (rows, row_bytes) int8 to (rows, columns) floats."""
     if form.bits == "fp8":  # rarely: products take it as it is
         reference.dequantize_into(out, packed, form)
         return
@@ -166,7 +166,7 @@ def dequantize_into(out: torch.Tensor, packed: torch.Tensor, form: RowFormat) ->
 
 
 def as_float8(packed: torch.Tensor, form: RowFormat) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows in fp8 and what they are multiplied by."""
+    """Returns rows in fp8 and their scales."""
     if form.bits != "nf4" or not form.double:
         return reference.as_float8(packed, form)
     packed = packed.contiguous()
@@ -181,7 +181,7 @@ def as_float8(packed: torch.Tensor, form: RowFormat) -> tuple[torch.Tensor, torc
 
 
 def float8_scales(packed: torch.Tensor, form: RowFormat) -> torch.Tensor:
-    """What fp8 numbers of each row are multiplied by."""
+    """Returns the scale of each row in fp8."""
     if form.bits != "nf4" or not form.double:
         return reference.float8_scales(packed, form)
     packed = packed.contiguous()

@@ -37,7 +37,7 @@ TILE, WARPS = 4096, 8
 
 @dataclass(frozen=True)
 class PackedSegment:
-    """Some elements of a row, their first byte on the wire, and the number of their scale; -1: they stay in bf16."""
+    """Elements of a row, their first byte on the wire, and the index of their scale; -1: they stay in bf16."""
 
     start: int
     stop: int
@@ -47,7 +47,7 @@ class PackedSegment:
 
 @dataclass(frozen=True)
 class PackedRow:
-    """How a row of `elements` becomes `bytes`."""
+    """How a row of `elements` is packed into `bytes`."""
 
     segments: tuple[PackedSegment, ...]
     elements: int
@@ -55,21 +55,24 @@ class PackedRow:
 
 
 def lay_out(parts: Sequence[tuple[int, int]]) -> PackedRow:
-    """Of a row whose parts have these sizes and numbers of scales (-1: none)."""
-    wide = 2 * sum(size for size, scale in parts if scale < 0)
-    at, byte16, byte8, segments = 0, 0, wide, []
+    """Returns the layout of a row whose parts have these sizes and scale indices (-1: none)."""
+    bf16_bytes = 2 * sum(size for size, scale in parts if scale < 0)
+    element = 0
+    byte16 = 0
+    byte8 = bf16_bytes
+    segments = []
     for size, scale in parts:
-        segments.append(PackedSegment(at, at + size, byte16 if scale < 0 else byte8, scale))
-        at += size
+        segments.append(PackedSegment(element, element + size, byte16 if scale < 0 else byte8, scale))
+        element += size
         if scale < 0:
             byte16 += 2 * size
         else:
             byte8 += size
-    return PackedRow(tuple(s for s in segments if s.start < s.stop), at, byte8 + -byte8 % ALIGN)
+    return PackedRow(tuple(s for s in segments if s.start < s.stop), element, byte8 + -byte8 % ALIGN)
 
 
 def pack(x: torch.Tensor, row: PackedRow, inverse: torch.Tensor) -> torch.Tensor:
-    """A flat row of bf16 → its bytes; `inverse` has what each parameter that gets codes is multiplied with."""
+    """Packs a flat row of bf16 into bytes; `inverse` has the factor of each parameter that is coded."""
     assert x.shape == (row.elements,) and x.dtype == torch.bfloat16 and x.is_contiguous()
     out = torch.empty(row.bytes, dtype=torch.uint8, device=x.device)
     if stands_in():
@@ -77,7 +80,7 @@ def pack(x: torch.Tensor, row: PackedRow, inverse: torch.Tensor) -> torch.Tensor
     used = max((s.byte + (s.stop - s.start) * (2 if s.scale < 0 else 1) for s in row.segments), default=0)
     out[used:].zero_()
     if _takes(x):
-        _pack[_grid(row, 1)](x, out, inverse, _tiles(row, x.device), torch.finfo(FORWARD).max, _apart(row), TILE,
+        _pack[_grid(row, 1)](x, out, inverse, _tiles(row, x.device), torch.finfo(FORWARD).max, _aligned(row), TILE,
                              num_warps=WARPS)  # fmt: skip
         return out
     for s in row.segments:
@@ -88,25 +91,27 @@ def pack(x: torch.Tensor, row: PackedRow, inverse: torch.Tensor) -> torch.Tensor
 
 
 def unpack_into(out: torch.Tensor, packed: torch.Tensor, row: PackedRow, scales: torch.Tensor) -> None:
-    """(…, bytes) → the bf16 of `out` (…, elements), which may have any strides but along elements."""
+    """Unpacks (…, bytes) into the bf16 of `out` (…, elements), which must be contiguous along elements only."""
     assert out.shape[-1] == row.elements and packed.shape[-1] == row.bytes and out.dtype == torch.bfloat16
     if stands_in():
         out.zero_()
         return
     if _takes(out):
-        into, source = _three(out), _three(packed)
-        aligned = _apart(row) and not any(stride % ALIGN for stride in into.stride()[:2])
-        _unpack[_grid(row, into.shape[0] * into.shape[1])](
-            into, source, scales, _tiles(row, out.device), into.shape[1], into.stride(0), into.stride(1),
+        target = _three(out)
+        source = _three(packed)
+        aligned = _aligned(row) and not any(stride % ALIGN for stride in target.stride()[:2])
+        _unpack[_grid(row, target.shape[0] * target.shape[1])](
+            target, source, scales, _tiles(row, out.device), target.shape[1], target.stride(0), target.stride(1),
             source.stride(0), source.stride(1), aligned, TILE, num_warps=WARPS,
         )  # fmt: skip
         return
     for s in row.segments:
-        size, into = s.stop - s.start, out[..., s.start : s.stop]
+        size = s.stop - s.start
+        target = out[..., s.start : s.stop]
         if s.scale < 0:
-            into.copy_(packed[..., s.byte : s.byte + 2 * size].view(torch.bfloat16))
+            target.copy_(packed[..., s.byte : s.byte + 2 * size].view(torch.bfloat16))
         else:
-            into.copy_(packed[..., s.byte : s.byte + size].view(FORWARD).float() * scales[s.scale])
+            target.copy_(packed[..., s.byte : s.byte + size].view(FORWARD).float() * scales[s.scale])
 
 
 def _takes(x: torch.Tensor) -> bool:
@@ -118,8 +123,8 @@ def _three(x: torch.Tensor) -> torch.Tensor:
     return x[(None,) * (3 - x.ndim)]
 
 
-def _apart(row: PackedRow) -> bool:
-    """Whether everything begins where words do."""
+def _aligned(row: PackedRow) -> bool:
+    """Whether all segments are aligned to words."""
     return not any(s.start % ALIGN or s.stop % ALIGN or s.byte % ALIGN for s in row.segments)
 
 
@@ -129,7 +134,7 @@ def _grid(row: PackedRow, rows: int) -> tuple[int, int]:
 
 @cache
 def _tiles(row: PackedRow, device: torch.device) -> torch.Tensor:
-    """For each program: first element, end of its segment, first byte, number of the scale."""
+    """For each program: first element, end of its segment, first byte, index of the scale."""
     table = [
         (at, s.stop, s.byte + (at - s.start) * (2 if s.scale < 0 else 1), s.scale)
         for s in row.segments

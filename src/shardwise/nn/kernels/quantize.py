@@ -38,12 +38,12 @@ Bits = Literal[4, 8]
 
 
 def packed_bytes(n: int, bits: Bits) -> int:
-    """Bytes of a row of n floats, scales included."""
+    """Returns the bytes of a row of n floats, scales included."""
     return reference.packed_bytes(n, bits)
 
 
 def quantize(x: torch.Tensor, bits: Bits, seed: int | None = None, error: torch.Tensor | None = None) -> torch.Tensor:
-    """(…, n) floats, contiguous along n → (…, packed_bytes) uint8; a seed (31 bits) rounds at random.
+    """Quantises (…, n) floats, contiguous along n, to (…, packed_bytes) uint8; a seed (31 bits) rounds stochastically.
 
     `error` (shaped as x) is added to x and then holds what rounding lost.
     """
@@ -54,13 +54,13 @@ def quantize(x: torch.Tensor, bits: Bits, seed: int | None = None, error: torch.
 
 
 def dequantize_into(out: torch.Tensor, packed: torch.Tensor, bits: Bits) -> None:
-    """(…, packed_bytes) uint8 → the floats of `out` (…, n), which may have any strides but along n."""
+    """Dequantises (…, packed_bytes) uint8 into `out` (…, n), which must be contiguous along n only."""
     if out.numel():
         _backend(out).dequantize_into(_three(out), _three(packed), bits)
 
 
 def sum_dequantized_into(out: torch.Tensor, packed: torch.Tensor, bits: Bits, factor: float = 1.0) -> None:
-    """(peers, …, packed_bytes) → factor × the sum over peers, in `out` (…, n); added up in fp32."""
+    """Writes factor × the sum over peers of (peers, …, packed_bytes) to `out` (…, n); summed in fp32."""
     if out.numel():
         _backend(out).sum_dequantized_into(_two(out), packed.flatten(1, -2), bits, factor)
 
@@ -74,16 +74,16 @@ def requantize_sum(
     seed: int | None = None,
     error: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """(peers, …, packed_bytes) → factor × the sum over peers, packed again in `to` bits, in one pass."""
+    """Returns factor × the sum over peers of (peers, …, packed_bytes), packed in `to` bits, in one pass."""
     out = torch.empty(*packed.shape[1:-1], packed_bytes(n, to), dtype=torch.uint8, device=packed.device)
     if n:
-        kept = None if error is None else _two(error)
-        _backend(out).requantize_sum_into(_two(out), packed.flatten(1, -2), n, bits, to, factor, seed, kept)
+        flat_error = None if error is None else _two(error)
+        _backend(out).requantize_sum_into(_two(out), packed.flatten(1, -2), n, bits, to, factor, seed, flat_error)
     return out
 
 
 class _StandIn:
-    """For fake tensors: writes what the kernels write, and takes no more memory than they do."""
+    """Backend for fake tensors: writes what the kernels write, and takes no more memory than they do."""
 
     @staticmethod
     def quantize_into(out: torch.Tensor, *_: Any) -> None:
@@ -107,6 +107,6 @@ def _two(x: torch.Tensor) -> torch.Tensor:
 
 
 def _three(x: torch.Tensor) -> torch.Tensor:
-    """As (outer, inner, last), a view: two strides are what a transposed list of slices needs."""
+    """A view as (outer, inner, last): a transposed list of slices needs two strides."""
     assert x.stride(-1) == 1 and x.ndim <= 3, f"rows must be contiguous, not {x.stride()}"
     return x[(None,) * (3 - x.ndim)]

@@ -1,6 +1,6 @@
-"""Block quantisation in plain PyTorch: what the Triton kernels are held to, and what runs on a CPU.
+"""Block quantisation in plain PyTorch: the reference of the Triton kernels, and what runs on a CPU.
 
-It works through a row in pieces that stay in the cache, because on a CPU memory is what such code waits for.
+It processes a row in pieces that stay in the cache, because on a CPU such code is bound by memory.
 """
 
 from __future__ import annotations
@@ -26,32 +26,32 @@ def packed_bytes(n: int, bits: int) -> int:
 
 
 def quantize_into(out: torch.Tensor, x: torch.Tensor, bits: int, seed: int | None, error: torch.Tensor | None) -> None:
-    """(outer, inner, n) floats → (outer, inner, packed_bytes)."""
+    """Quantises (outer, inner, n) floats to (outer, inner, packed_bytes)."""
     outer, inner, n = x.shape
     for i in range(outer):
         for j in range(inner):
             codes, scales = _cleared(out[i, j], n, bits)
-            kept = None if error is None else error[i, j]
-            for at, piece in _pieces(x[i, j], n):
-                _quantize_piece(codes, scales, piece, at, bits, seed, i * inner + j, kept)
+            row_error = None if error is None else error[i, j]
+            for block, piece in _pieces(x[i, j], n):
+                _quantize_piece(codes, scales, piece, block, bits, seed, i * inner + j, row_error)
 
 
 def dequantize_into(out: torch.Tensor, packed: torch.Tensor, bits: int) -> None:
-    """(outer, inner, packed_bytes) → (outer, inner, n)."""
+    """Dequantises (outer, inner, packed_bytes) to (outer, inner, n)."""
     outer, inner, n = out.shape
     for i in range(outer):
         for j in range(inner):
             codes, scales = _parts(packed[i, j], n, bits)
-            for at in range(0, len(scales), PIECE):
-                values = _dequantize_piece(codes, scales, at, bits)
-                _store(out[i, j], values, at)
+            for block in range(0, len(scales), PIECE):
+                values = _dequantize_piece(codes, scales, block, bits)
+                _store(out[i, j], values, block)
 
 
 def sum_dequantized_into(out: torch.Tensor, packed: torch.Tensor, bits: int, factor: float) -> None:
-    """(peers, rows, packed_bytes) → (rows, n)."""
+    """Sums (peers, rows, packed_bytes) to (rows, n)."""
     for row, target in enumerate(out):
-        for at, values in _sums(packed[:, row], target.shape[-1], bits, factor):
-            _store(target, values, at)
+        for block, values in _sums(packed[:, row], target.shape[-1], bits, factor):
+            _store(target, values, block)
 
 
 def requantize_sum_into(
@@ -64,12 +64,12 @@ def requantize_sum_into(
     seed: int | None,
     error: torch.Tensor | None,
 ) -> None:
-    """(peers, rows, packed_bytes) → (rows, packed_bytes), from one width to another."""
+    """Sums (peers, rows, packed_bytes) to (rows, packed_bytes), from one bit width to another."""
     for row, target in enumerate(out):
         codes, scales = _cleared(target, n, to)
-        kept = None if error is None else error[row]
-        for at, values in _sums(packed[:, row], n, bits, factor):
-            _quantize_piece(codes, scales, values, at, to, seed, row, kept)
+        row_error = None if error is None else error[row]
+        for block, values in _sums(packed[:, row], n, bits, factor):
+            _quantize_piece(codes, scales, values, block, to, seed, row, row_error)
 
 
 def _parts(row: torch.Tensor, n: int, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -80,49 +80,49 @@ def _parts(row: torch.Tensor, n: int, bits: int) -> tuple[torch.Tensor, torch.Te
 
 
 def _cleared(row: torch.Tensor, n: int, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The parts of a row that is to be written, with zeros behind them: what is sent must not be chance."""
+    """The parts of a row to be written, with zeros behind them: what is sent must be deterministic."""
     used = -(-n // BLOCK) * (BLOCK * bits // 8 + 2)
     row[used:].zero_()
     return _parts(row, n, bits)
 
 
 def _pieces(row: torch.Tensor, n: int) -> Iterator[tuple[int, torch.Tensor]]:
-    """First block, and up to PIECE blocks of fp32; the last block is filled up with zeros."""
-    whole = n // BLOCK
-    for at in range(0, whole, PIECE):
-        yield at, row[at * BLOCK : min(at + PIECE, whole) * BLOCK].view(-1, BLOCK).float()
+    """First block, and up to PIECE blocks of fp32; the last block is padded with zeros."""
+    full_blocks = n // BLOCK
+    for block in range(0, full_blocks, PIECE):
+        yield block, row[block * BLOCK : min(block + PIECE, full_blocks) * BLOCK].view(-1, BLOCK).float()
     if n % BLOCK:
         last = torch.zeros(1, BLOCK, device=row.device)
-        last[0, : n % BLOCK] = row[whole * BLOCK :]
-        yield whole, last
+        last[0, : n % BLOCK] = row[full_blocks * BLOCK :]
+        yield full_blocks, last
 
 
 def _quantize_piece(
     codes: torch.Tensor,
     scales: torch.Tensor,
     x: torch.Tensor,
-    at: int,
+    block: int,
     bits: int,
     seed: int | None,
     row: int,
     error: torch.Tensor | None,
 ) -> None:
-    end = at + len(x)
+    end = block + len(x)
     if error is not None:
-        before = error[at * BLOCK : end * BLOCK].float()
-        x = x + torch.nn.functional.pad(before, (0, x.numel() - len(before))).view_as(x)
+        carried = error[block * BLOCK : end * BLOCK].float()
+        x = x + torch.nn.functional.pad(carried, (0, x.numel() - len(carried))).view_as(x)
     scale = (x.abs().amax(1) * (HEADROOM / LARGEST[bits])).to(torch.bfloat16)
-    scales[at:end] = scale
+    scales[block:end] = scale
     step = scale.float()
     y = x * torch.where(step > 0, step.reciprocal(), 0.0)[:, None]
-    noise = None if seed is None else _noise(row * len(scales) + at, len(x), seed, x.device)
+    noise = None if seed is None else _noise(row * len(scales) + block, len(x), seed, x.device)
     code = _steps(y, noise) if bits == 8 else _powers(y, noise)
     if bits == 4:
         code = code[:, : BLOCK // 2] | (code[:, BLOCK // 2 :] << 4)
-    codes[at:end] = code.view(torch.uint8)
+    codes[block:end] = code.view(torch.uint8)
     if error is not None:
-        lost = x - _dequantize_piece(codes, scales, at, bits)[: len(x)]
-        _store(error, lost.nan_to_num_(0.0, 0.0, 0.0), at)
+        rounding_error = x - _dequantize_piece(codes, scales, block, bits)[: len(x)]
+        _store(error, rounding_error.nan_to_num_(0.0, 0.0, 0.0), block)
 
 
 def _steps(y: torch.Tensor, noise: torch.Tensor | None) -> torch.Tensor:
@@ -143,32 +143,32 @@ def _powers(y: torch.Tensor, noise: torch.Tensor | None) -> torch.Tensor:
     return (code | torch.where((y < 0) & (code > 0), 8, 0)).to(torch.uint8)
 
 
-def _dequantize_piece(codes: torch.Tensor, scales: torch.Tensor, at: int, bits: int) -> torch.Tensor:
-    step = scales[at : at + PIECE].float()[:, None]
+def _dequantize_piece(codes: torch.Tensor, scales: torch.Tensor, block: int, bits: int) -> torch.Tensor:
+    step = scales[block : block + PIECE].float()[:, None]
     if bits == 8:
-        return codes[at : at + PIECE].view(torch.int8) * step
-    code = codes[at : at + PIECE].to(torch.int32)
+        return codes[block : block + PIECE].view(torch.int8) * step
+    code = codes[block : block + PIECE].to(torch.int32)
     return _sizes(str(code.device))[torch.cat([code & 15, code >> 4], 1)] * step
 
 
 @lru_cache
 def _sizes(device: str) -> torch.Tensor:
-    """What each of the 16 codes stands for."""
+    """The value of each of the 16 codes."""
     sizes = [0.0] + [2.0**k for k in range(7)]
     return torch.tensor(sizes + [-s for s in sizes], device=device)
 
 
 def _sums(rows: torch.Tensor, n: int, bits: int, factor: float) -> Iterator[tuple[int, torch.Tensor]]:
     parts = [_parts(row, n, bits) for row in rows]
-    for at in range(0, -(-n // BLOCK), PIECE):
-        total = _dequantize_piece(*parts[0], at, bits)
+    for block in range(0, -(-n // BLOCK), PIECE):
+        total = _dequantize_piece(*parts[0], block, bits)
         for codes, scales in parts[1:]:
-            total += _dequantize_piece(codes, scales, at, bits)
-        yield at, total.mul_(factor) if factor != 1.0 else total
+            total += _dequantize_piece(codes, scales, block, bits)
+        yield block, total.mul_(factor) if factor != 1.0 else total
 
 
-def _store(target: torch.Tensor, values: torch.Tensor, at: int) -> None:
-    flat = target[at * BLOCK : (at + len(values)) * BLOCK]
+def _store(target: torch.Tensor, values: torch.Tensor, block: int) -> None:
+    flat = target[block * BLOCK : (block + len(values)) * BLOCK]
     flat.copy_(values.view(-1)[: len(flat)])
 
 

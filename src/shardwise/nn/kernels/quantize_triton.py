@@ -195,19 +195,20 @@ def _sum(
 
 
 def quantize_into(out: torch.Tensor, x: torch.Tensor, bits: int, seed: int | None, error: torch.Tensor | None) -> None:
-    """(outer, inner, n) floats → (outer, inner, packed_bytes)."""
+    """Quantises (outer, inner, n) floats to (outer, inner, packed_bytes)."""
     outer, inner, n = x.shape
-    kept = x if error is None else error
+    error_buffer = x if error is None else error
     _clear_tail(out, n, bits)
     _quantize[_grid(n, outer * inner)](
-        out, x, kept, n, _blocks(n), inner, x.stride(0), x.stride(1), out.stride(0), out.stride(1), kept.stride(0),
-        kept.stride(1), _codes_end(n, bits), seed or 0, **_shape(bits), **_rounding(bits, seed),
+        out, x, error_buffer, n, _blocks(n), inner, x.stride(0), x.stride(1), out.stride(0), out.stride(1),
+        error_buffer.stride(0), error_buffer.stride(1), _codes_end(n, bits), seed or 0, **_shape(bits),
+        **_rounding(bits, seed),
         KEEP=error is not None, num_warps=WARPS,
     )  # fmt: skip
 
 
 def dequantize_into(out: torch.Tensor, packed: torch.Tensor, bits: int) -> None:
-    """(outer, inner, packed_bytes) → (outer, inner, n)."""
+    """Dequantises (outer, inner, packed_bytes) to (outer, inner, n)."""
     outer, inner, n = out.shape
     _dequantize[_grid(n, outer * inner)](
         out, packed, n, _blocks(n), inner, out.stride(0), out.stride(1), packed.stride(0), packed.stride(1),
@@ -216,7 +217,7 @@ def dequantize_into(out: torch.Tensor, packed: torch.Tensor, bits: int) -> None:
 
 
 def sum_dequantized_into(out: torch.Tensor, packed: torch.Tensor, bits: int, factor: float) -> None:
-    """(peers, rows, packed_bytes) → (rows, n)."""
+    """Sums (peers, rows, packed_bytes) to (rows, n)."""
     _launch_sum(out, packed, out.shape[-1], bits, 0, factor, None, None)
 
 
@@ -230,7 +231,7 @@ def requantize_sum_into(
     seed: int | None,
     error: torch.Tensor | None,
 ) -> None:
-    """(peers, rows, packed_bytes) → (rows, packed_bytes), from one width to another."""
+    """Sums (peers, rows, packed_bytes) to (rows, packed_bytes), from one bit width to another."""
     _clear_tail(out, n, to)
     _launch_sum(out, packed, n, bits, to, factor, seed, error)
 
@@ -246,9 +247,10 @@ def _launch_sum(
     error: torch.Tensor | None,
 ) -> None:
     peers, rows, _ = packed.shape
-    kept = out if error is None else error
+    error_buffer = out if error is None else error
     _sum[_grid(n, rows)](
-        out, packed, kept, n, _blocks(n), out.stride(0), kept.stride(0), packed.stride(0), packed.stride(1),
+        out, packed, error_buffer, n, _blocks(n), out.stride(0), error_buffer.stride(0), packed.stride(0),
+        packed.stride(1),
         _codes_end(n, bits), _codes_end(n, to), float(factor), seed or 0, PEERS=peers, TO=to, **_shape(bits),
         **_rounding(to or bits, seed), KEEP=error is not None, num_warps=WARPS,
     )  # fmt: skip

@@ -1,9 +1,9 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
-"""A matrix rounded to 8 bits, turned over, and as it lies too: 8-bit products want their operands along the sum.
+"""Rounds a matrix to 8 bits in both layouts: 8-bit products need their operands contiguous along the sum.
 
 A product's backward sums over other dimensions than its forward, so both layouts of most matrices are needed. A
-compiler makes them in two passes, each of which computes again what comes before, and writes the second across the
-grain. Here what comes before is made once, read once and written twice.
+compiler makes them in two passes, each of which recomputes what comes before, and writes the second with strides. Here
+what comes before is computed once, read once and written twice.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ TILE, WARPS = 64, 4
 
 @torch.library.custom_op("shardwise::round_both", mutates_args=())
 def round_both(x: torch.Tensor, inverse: torch.Tensor, kind: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """x · inverse in 8 bits, as it lies (n, m) and turned over (m, n up to a multiple of 16, zeros at the end)."""
+    """Returns x · inverse in 8 bits as (n, m), and transposed as (m, n padded with zeros to a multiple of 16)."""
     if _takes(x):
         rows = torch.empty(x.shape, dtype=kind, device=x.device)
         return rows, _launch(x, inverse, rows, kind)
@@ -33,33 +33,33 @@ def round_both(x: torch.Tensor, inverse: torch.Tensor, kind: torch.dtype) -> tup
 
 @round_both.register_fake
 def _(x: torch.Tensor, inverse: torch.Tensor, kind: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    return x.new_empty(x.shape, dtype=kind), x.new_empty(x.shape[1], _long(x.shape[0]), dtype=kind)
+    return x.new_empty(x.shape, dtype=kind), x.new_empty(x.shape[1], _padded(x.shape[0]), dtype=kind)
 
 
 @torch.library.custom_op("shardwise::round_turned", mutates_args=())
 def round_turned(x: torch.Tensor, inverse: torch.Tensor, kind: torch.dtype) -> torch.Tensor:
-    """x · inverse in 8 bits, turned over alone."""
+    """Returns x · inverse in 8 bits, transposed only."""
     return _launch(x, inverse, None, kind) if _takes(x) else lengthened(rounded(x, inverse, kind).t())
 
 
 @round_turned.register_fake
 def _(x: torch.Tensor, inverse: torch.Tensor, kind: torch.dtype) -> torch.Tensor:
-    return x.new_empty(x.shape[1], _long(x.shape[0]), dtype=kind)
+    return x.new_empty(x.shape[1], _padded(x.shape[0]), dtype=kind)
 
 
 def rounded(x: torch.Tensor, inverse: torch.Tensor, kind: torch.dtype) -> torch.Tensor:
-    """x · inverse in 8 bits, row by row in memory: the plain way."""
-    most = torch.finfo(kind).max
-    return (x.float() * inverse).clamp(-most, most).to(kind, memory_format=torch.contiguous_format)
+    """Returns x · inverse in 8 bits, contiguous by rows: the plain reference."""
+    largest = torch.finfo(kind).max
+    return (x.float() * inverse).clamp(-largest, largest).to(kind, memory_format=torch.contiguous_format)
 
 
 def lengthened(x: torch.Tensor) -> torch.Tensor:
-    """Contiguous, with zeros after the last column where their number is no multiple of what the products take."""
-    short = -x.shape[1] % MULTIPLE
-    return F.pad(x.contiguous().view(torch.uint8), (0, short)).view(x.dtype) if short else x.contiguous()
+    """Returns x contiguous, its columns padded with zeros to the multiple that the products require."""
+    padding = -x.shape[1] % MULTIPLE
+    return F.pad(x.contiguous().view(torch.uint8), (0, padding)).view(x.dtype) if padding else x.contiguous()
 
 
-def _long(count: int) -> int:
+def _padded(count: int) -> int:
     return count + -count % MULTIPLE
 
 
@@ -69,7 +69,7 @@ def _takes(x: torch.Tensor) -> bool:
 
 def _launch(x: torch.Tensor, inverse: torch.Tensor, rows: torch.Tensor | None, kind: torch.dtype) -> torch.Tensor:
     count, width = x.shape
-    turned = torch.empty(width, _long(count), dtype=kind, device=x.device)
+    turned = torch.empty(width, _padded(count), dtype=kind, device=x.device)
     grid = (triton.cdiv(turned.shape[1], TILE), triton.cdiv(width, TILE))
     with torch.cuda.device(x.device):
         _round[grid](

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
-"""A matrix of bytes turned over, at about the speed of memory: torch's copy is several times slower."""
+"""Transposes a matrix of bytes at about the speed of memory: torch's copy is several times slower."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TILE, WARPS = 128, 8
 
 
 def transposed_bytes(x: torch.Tensor) -> torch.Tensor:
-    """(n, m) of a type of one byte, rows anywhere apart → (m, n), contiguous."""
+    """Returns (n, m) of a one-byte dtype, with any row stride, as contiguous (m, n)."""
     if not x.is_cuda or triton is None:
         return x.t().contiguous()
     assert x.element_size() == 1 and x.stride(1) == 1

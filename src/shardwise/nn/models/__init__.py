@@ -1,1 +1,1 @@
-"""Any Hugging Face causal model: found, built without memory, and filled shard by shard."""
+"""Hugging Face models: found, built on `meta`, and loaded shard by shard."""

@@ -1,6 +1,6 @@
-"""Builds a model that takes no memory, finds its blocks, and fills fresh models with random weights unit by unit.
+"""Builds a model on `meta`, finds its blocks, and initialises fresh models with random weights unit by unit.
 
-Parameters are born on `meta`; buffers (rotary tables and such) are real, because no file holds them. The blocks are the
+Parameters start on `meta`; buffers (rotary tables and such) are real, because no file holds them. The blocks are the
 units of sharding and of recomputation.
 """
 
@@ -29,7 +29,7 @@ PLAIN = (int, float, type(None))
 
 
 def build_on_meta(source: ModelSource) -> Any:
-    """The model with every parameter on `meta` and ties in place."""
+    """Returns the model with every parameter on `meta` and weights tied."""
     from accelerate import init_empty_weights
 
     config = without_recording(source.config)
@@ -50,7 +50,7 @@ def build_on_meta(source: ModelSource) -> Any:
 
 
 def without_recording(config: Any) -> Any:
-    """A config whose model neither hands out router logits nor adds a loss of its own for them: that is ours to do."""
+    """Returns a config whose model neither returns router logits nor adds a loss for them: we do that ourselves."""
     parts = (config, config.get_text_config())
     if not any(getattr(part, FLAG, False) for part in parts):
         return config
@@ -61,13 +61,13 @@ def without_recording(config: Any) -> Any:
 
 @contextmanager
 def not_recording(model: Any) -> Iterator[None]:
-    """The same for a model that is there already, for a while."""
-    asked = any(getattr(part, FLAG, False) for part in (model.config, model.config.get_text_config()))
+    """Like `without_recording`, for an existing model inside the block."""
+    recorded = any(getattr(part, FLAG, False) for part in (model.config, model.config.get_text_config()))
     _record(model.config, False)
     try:
         yield
     finally:
-        if asked:
+        if recorded:
             _record(model.config, True)
 
 
@@ -78,7 +78,7 @@ def _record(config: Any, value: bool) -> None:
 
 
 def class_name(model: nn.Module) -> str:
-    """The model's own class; FSDP puts a subclass of its own in front."""
+    """Returns the name of the model's own class; FSDP puts a subclass in front."""
     from torch.distributed.fsdp import FSDPModule
 
     return next(c.__name__ for c in type(model).__mro__ if not issubclass(c, FSDPModule))
@@ -86,45 +86,47 @@ def class_name(model: nn.Module) -> str:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Within it a model evaluates, without gradients; it is as it was afterwards.
+    """Puts a model in evaluation mode without gradients inside the block, and restores it afterwards.
 
     Some modules note numbers as they evaluate, and train by them (the capacity of NLLB-MoE's experts).
     """
     training = model.training
-    plain = [
-        (one, {k: v for k, v in vars(one).items() if isinstance(v, PLAIN) and k[0] != "_" and k != "training"})
-        for one in model.modules()
-    ]
+    attributes: list[tuple[Any, dict[str, Any]]] = []
+    for module in model.modules():
+        values = {k: v for k, v in vars(module).items() if isinstance(v, PLAIN) and k[0] != "_" and k != "training"}
+        attributes.append((module, values))
     model.eval()
     try:
         with torch.no_grad():
             yield
     finally:
         model.train(training)
-        for module, values in plain:
+        for module, values in attributes:
             vars(module).update(values)
 
 
 def vocabulary_size(model: Any) -> int:
-    """How many tokens a model has embeddings for; some classes' embeddings are no nn.Embedding."""
+    """Returns the number of token embeddings; some classes' embeddings are no nn.Embedding."""
     embeddings = model.get_input_embeddings()
     size = getattr(embeddings, "num_embeddings", None)
     return int(getattr(embeddings, "weight", embeddings).shape[0] if size is None else size)
 
 
 def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The repeated layers of a model, in order: by the classes it calls unsplittable, else its largest module list.
+    """Returns the repeated layers of a model, in order: by `_no_split_modules`, else its largest module list.
 
     An encoder–decoder model has two such lists.
     """
     declared = unsplittable(model)
     lists = [m for m in model.modules() if isinstance(m, nn.ModuleList)]
-    listed = {id(child) for one in lists for child in one}
+    listed = {id(child) for module_list in lists for child in module_list}
     blocks = [(n, m) for n, m in model.named_modules() if type(m).__name__ in declared and id(m) in listed]
     if not blocks and lists:
         children = [child for stack in _stacks(model) for child in _largest_list(stack)]
         # A list of lists (Funnel) is never called, nor are the lists in it.
-        members = {id(one) for child in children for one in (child if isinstance(child, nn.ModuleList) else [child])}
+        members: set[int] = set()
+        for child in children:
+            members |= {id(member) for member in (child if isinstance(child, nn.ModuleList) else [child])}
         blocks = [(n, m) for n, m in model.named_modules() if id(m) in members]
     outermost: list[tuple[str, nn.Module]] = []
     for name, module in blocks:
@@ -134,7 +136,7 @@ def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def check_shared(model: nn.Module, label: str) -> None:
-    """Refuses a model whose blocks have parameters in common: each is a unit of sharding, and would get its own."""
+    """Rejects a model whose blocks share parameters: each block is a unit of sharding, and would get its own."""
     owners: dict[int, str] = {}
     for block, module in find_blocks(model):
         for name, parameter in module.named_parameters():
@@ -152,11 +154,11 @@ def _stacks(model: Any) -> list[Any]:
 
 def _largest_list(module: nn.Module) -> nn.ModuleList:
     lists = [m for m in module.modules() if isinstance(m, nn.ModuleList)]
-    return max(lists, key=lambda one: sum(p.numel() for p in one.parameters()), default=nn.ModuleList())
+    return max(lists, key=lambda module_list: sum(p.numel() for p in module_list.parameters()), default=nn.ModuleList())
 
 
 def materialise(module: nn.Module, device: torch.device) -> None:
-    """Gives meta parameters real, uninitialised memory; leaves real tensors as they are."""
+    """Gives meta parameters real, uninitialised memory; leaves real tensors unchanged."""
     tied = _tied(module)
     # nn.Module.to_empty would wipe the buffers too; _apply is what it, .to() and FSDP's override share.
     module._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t.to(device))
@@ -166,7 +168,7 @@ def materialise(module: nn.Module, device: torch.device) -> None:
 
 
 def _tied(module: nn.Module) -> list[list[tuple[nn.Module, str]]]:
-    """Where each plain parameter that several modules share lies; FSDP looks after those that it manages."""
+    """The owners of each plain parameter that several modules share; FSDP handles those that it manages."""
     owners: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
     for owner in module.modules():
         for name, parameter in owner._parameters.items():
@@ -183,45 +185,51 @@ def fill_random(
     masters: Mapping[str, Rows] | None = None,
     only: Container[str] | None = None,
 ) -> None:
-    """Fills a fresh, sharded model as its authors initialise it, holding one unit at a time besides the shards.
+    """Initialises a fresh, sharded model as its authors do, holding one unit at a time besides the shards.
 
     `only`: just these parameters.
 
-    A second, unsharded model on `meta` serves as the mould. The random stream of a unit depends on the seed and the
+    A second, unsharded model on `meta` serves as the template. The random stream of a unit depends on the seed and the
     unit's name alone, so the result is the same on any number of ranks.
     """
     targets = {name: p for name, p in model.named_parameters() if only is None or name in only}
-    mould = build_on_meta(source)
-    units = [u for u in _units(mould, {n for n, _ in find_blocks(mould)}) if only is None or _holds(u, targets)]
+    template = build_on_meta(source)
+    blocks = {name for name, _ in find_blocks(template)}
+    units = [unit for unit in _units(template, blocks) if only is None or _holds(unit, targets)]
     # One buffer for all units in turn: memory given back piece by piece stays with the allocator, block after block.
-    scratch = torch.empty(max(_room(unit, whole) for _, unit, whole in units))
-    for name, unit, whole in units:
-        own = dict(unit.named_parameters(recurse=whole))
-        wanted = {n: targets[f"{name}.{n}" if name else n] for n in own if (f"{name}.{n}" if name else n) in targets}
-        if not wanted:
+    scratch = torch.empty(max(_scratch_elements(unit, recursive) for _, unit, recursive in units))
+    for name, unit, recursive in units:
+        unit_parameters = dict(unit.named_parameters(recurse=recursive))
+        unit_targets = {
+            n: targets[f"{name}.{n}" if name else n]
+            for n in unit_parameters
+            if (f"{name}.{n}" if name else n) in targets
+        }
+        if not unit_targets:
             continue  # tied to a tensor that another unit makes
-        _lay_out(unit, scratch, whole)
+        _use_scratch(unit, scratch, recursive)
         digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(int.from_bytes(digest[:7], "little"))
-            owner = _owner(mould, name)
-            if whole:
+            owner = _owner(template, name)
+            if recursive:
                 _initialise(unit, owner)
             else:
                 init_weights(owner, unit)
-        for key, target in wanted.items():
-            whole_name = f"{name}.{key}" if name else key
-            values, packing = unit.get_parameter(key).detach(), packing_of(model, whole_name)
-            fill_local(target, values, (masters or {}).get(whole_name), packing)
+        for key, target in unit_targets.items():
+            full_name = f"{name}.{key}" if name else key
+            values = unit.get_parameter(key).detach()
+            packing = packing_of(model, full_name)
+            fill_local(target, values, (masters or {}).get(full_name), packing)
 
 
 def _holds(unit: tuple[str, nn.Module, bool], names: Container[str]) -> bool:
-    prefix, module, whole = unit
-    return any((f"{prefix}.{n}" if prefix else n) in names for n, _ in module.named_parameters(recurse=whole))
+    prefix, module, recursive = unit
+    return any((f"{prefix}.{n}" if prefix else n) in names for n, _ in module.named_parameters(recurse=recursive))
 
 
 def _units(module: nn.Module, blocks: set[str], prefix: str = "") -> Iterator[tuple[str, nn.Module, bool]]:
-    """A model in pieces: each block, each part without blocks, and (not whole) each holder of blocks."""
+    """A model in pieces: each block, each part without blocks, and (not recursive) each parent of blocks."""
     inside = [b for b in blocks if not prefix or b == prefix or b.startswith(prefix + ".")]
     if prefix in blocks or not inside:
         yield prefix, module, True
@@ -231,22 +239,22 @@ def _units(module: nn.Module, blocks: set[str], prefix: str = "") -> Iterator[tu
         yield from _units(child, blocks, f"{prefix}.{name}" if prefix else name)
 
 
-def _room(unit: nn.Module, whole: bool) -> int:
-    """Elements of a unit, tied ones as often as they are held: each place gets memory of its own."""
-    return sum(p.numel() for m in (unit.modules() if whole else [unit]) for p in m.parameters(recurse=False))
+def _scratch_elements(unit: nn.Module, recursive: bool) -> int:
+    """Elements of a unit, tied ones as often as they are held: each gets memory of its own."""
+    return sum(p.numel() for m in (unit.modules() if recursive else [unit]) for p in m.parameters(recurse=False))
 
 
-def _lay_out(unit: nn.Module, scratch: torch.Tensor, whole: bool) -> None:
-    at = 0
-    for module in unit.modules() if whole else [unit]:
+def _use_scratch(unit: nn.Module, scratch: torch.Tensor, recursive: bool) -> None:
+    offset = 0
+    for module in unit.modules() if recursive else [unit]:
         for name, parameter in list(module.named_parameters(recurse=False)):
-            view = scratch[at : at + parameter.numel()].view(parameter.shape)
+            view = scratch[offset : offset + parameter.numel()].view(parameter.shape)
             setattr(module, name, nn.Parameter(view, parameter.requires_grad))
-            at += parameter.numel()
+            offset += parameter.numel()
 
 
 def _owner(model: Any, name: str) -> Any:
-    """The innermost pretrained model around a unit, whose `_init_weights` counts (composite models have several)."""
+    """The innermost pretrained model around a unit, whose `_init_weights` applies (composite models have several)."""
     from transformers import PreTrainedModel
 
     parts = name.split(".") if name else []
@@ -266,22 +274,22 @@ def _initialise(module: nn.Module, owner: Any) -> None:
 
 
 def store_in(model: nn.Module, dtype: torch.dtype, frozen_only: bool = False) -> None:
-    """Gives floating-point parameters another type, all of them or those that are not trained."""
-    made: dict[int, nn.Parameter] = {}  # a tied parameter stays one
+    """Casts floating-point parameters to a dtype, all of them or only frozen ones."""
+    converted: dict[int, nn.Parameter] = {}  # a tied parameter stays one
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is None or not parameter.is_floating_point() or parameter.dtype == dtype:
                 continue
             if not (frozen_only and parameter.requires_grad):
                 new = nn.Parameter(parameter.detach().to(dtype), parameter.requires_grad)
-                module._parameters[name] = made.setdefault(id(parameter), new)
+                module._parameters[name] = converted.setdefault(id(parameter), new)
 
 
 def children_of(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Children by full name; lists are seen through, because nothing calls them and so they could gather nothing."""
+    """Yields children by full name; lists are flattened, because nothing calls them, so they could gather nothing."""
     for key, child in module.named_children():
-        inside = f"{name}.{key}" if name else key
+        full_name = f"{name}.{key}" if name else key
         if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
-            yield from children_of(inside, child)
+            yield from children_of(full_name, child)
         else:
-            yield inside, child
+            yield full_name, child

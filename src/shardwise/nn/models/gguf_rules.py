@@ -1,8 +1,8 @@
-"""What llama.cpp makes of a GGUF file: the tensors that its loader asks for, and what the settings mean to it.
+"""How llama.cpp reads a GGUF file: the tensors that its loader requires, and how it interprets the settings.
 
-Its loader refuses a file that lacks a required tensor, has one of another shape, or one that nothing reads. `READS` has
-these rules for each architecture that we write, `meaning` how it understands the settings. Facts of llama.cpp as of
-ggml 0.25 (PyPI's llama-cpp-python 0.3.36), whose logits for every row of the table were compared with ours.
+Its loader rejects a file that lacks a required tensor, has one of another shape, or one that nothing reads. `READS` has
+these rules for each architecture that we write, `meaning` how it interprets the settings. Facts of llama.cpp as of ggml
+0.25 (PyPI's llama-cpp-python 0.3.36), whose logits for every row of the table were compared with ours.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Rows = dict[str, str]
 
 @dataclass(frozen=True)
 class GgufFile:
-    """Settings and tensors of a file; shapes as PyTorch has them."""
+    """Settings and tensors of a file; shapes as in PyTorch."""
 
     arch: str
     fields: Mapping[str, Any]
@@ -29,12 +29,12 @@ class GgufFile:
     vectors: Mapping[str, np.ndarray]  # the factors of rotary scalings
 
     def get(self, key: str, default: Any = None) -> Any:
-        """A setting of the architecture."""
+        """Returns a setting of the architecture."""
         return self.fields.get(f"{self.arch}.{key}", default)
 
 
 def open_gguf(file: Path) -> GgufFile:
-    """The facts of a file; tensors are not read."""
+    """Returns the settings and shapes of a file; tensors are not read."""
     from gguf import GGUFReader
 
     reader = GGUFReader(file)
@@ -115,30 +115,31 @@ EPSILON = {"layer_norm_rms_epsilon": ("llama", "qwen2", "qwen3", "qwen2moe", "qw
 
 
 def refusal(file: GgufFile) -> str | None:
-    """Why llama.cpp would not load a file, if it would not."""
+    """Returns why llama.cpp would not load a file; None if it would."""
     needed = ["context_length", "embedding_length", "block_count"]
     needed += [f"attention.{key}" for key, archs in EPSILON.items() if file.arch in archs]
-    if lacking := next((key for key in needed if file.get(key) is None), None):
-        return f"it needs {file.arch}.{lacking}, which the file does not say"
+    if missing_key := next((key for key in needed if file.get(key) is None), None):
+        return f"it needs {file.arch}.{missing_key}, which the file does not say"
     if file.arch == "mamba" and file.get("ssm.inner_size") != 2 * file.get("embedding_length"):
         return "it takes Mamba models only whose inner size is twice their hidden size"
-    sizes, known = _sizes(file), _tensors(file)
-    for name, (shape, required) in known.items():
+    sizes = _sizes(file)
+    tensors = _tensors(file)
+    for name, (shape, required) in tensors.items():
         if name not in file.shapes:
             if required:
                 return f"it needs a tensor {name}, which the file lacks"
             continue
-        wanted = tuple(sizes[letter] for letter in shape.split())
-        if file.shapes[name] != wanted:
-            return f"it takes {name} to be {list(wanted)}, the file has {list(file.shapes[name])}"
-    if unread := [name for name in file.shapes if name not in known]:
-        more = f" and {len(unread) - 1} more tensors" if len(unread) > 1 else ""
-        return f"it has no use for {unread[0]}{more} in files of {file.arch}, and refuses them"
+        expected = tuple(sizes[letter] for letter in shape.split())
+        if file.shapes[name] != expected:
+            return f"it takes {name} to be {list(expected)}, the file has {list(file.shapes[name])}"
+    if unread := [name for name in file.shapes if name not in tensors]:
+        others = f" and {len(unread) - 1} more tensors" if len(unread) > 1 else ""
+        return f"it has no use for {unread[0]}{others} in files of {file.arch}, and refuses them"
     return None
 
 
 def _tensors(file: GgufFile) -> dict[str, tuple[str, bool]]:
-    """Every tensor that the loader asks for: its shape, and whether it must be there."""
+    """Every tensor that the loader reads: its shape, and whether it is required."""
     model, layer = READS[file.arch]
     rows = dict(model)
     for prefix, count, of_each in LAYERS.get(file.arch, (("blk.{}.", "block_count", layer),)):
@@ -149,12 +150,16 @@ def _tensors(file: GgufFile) -> dict[str, tuple[str, bool]]:
 
 
 def _sizes(file: GgufFile) -> dict[str, int]:
-    """The lengths that shapes are made of."""
-    d, h = int(file.get("embedding_length")), int(file.get("attention.head_count", 0) or 0)
-    each = d // h if h else 0
-    hk, hv = int(file.get("attention.key_length", each)), int(file.get("attention.value_length", each))
-    kv, f = int(file.get("attention.head_count_kv", h)), int(file.get("feed_forward_length", 0))
-    inner, rank = int(file.get("ssm.inner_size", 0)), int(file.get("ssm.time_step_rank", 0))
+    """The sizes that shapes are made of."""
+    d = int(file.get("embedding_length"))
+    h = int(file.get("attention.head_count", 0) or 0)
+    default_head_dim = d // h if h else 0
+    hk = int(file.get("attention.key_length", default_head_dim))
+    hv = int(file.get("attention.value_length", default_head_dim))
+    kv = int(file.get("attention.head_count_kv", h))
+    f = int(file.get("feed_forward_length", 0))
+    inner = int(file.get("ssm.inner_size", 0))
+    rank = int(file.get("ssm.time_step_rank", 0))
     used = max(1, int(file.get("expert_used_count", 1)))
     q = h * hk
     return {
@@ -170,7 +175,7 @@ def _sizes(file: GgufFile) -> dict[str, int]:
 
 
 def meaning(file: GgufFile) -> dict[str, Any]:
-    """What llama.cpp understands of a file, as keys of transformers' configs: all that transformers may not read."""
+    """Returns how llama.cpp interprets a file, as keys of transformers' configs that transformers may not read."""
     return {**_common(file), **MEANINGS.get(file.arch, lambda _: {})(file)}
 
 
@@ -181,36 +186,41 @@ def _common(file: GgufFile) -> dict[str, Any]:
 
 
 def rope_meaning(file: GgufFile) -> dict[str, Any]:
-    """The rotary embedding: its base, the part of a head that turns, and its scaling."""
+    """Returns the rotary embedding: its base, the rotated share of a head, and its scaling."""
     base = {"rope_theta": float(file.get("rope.freq_base", 10000.0))}
     share = int(file.get("rope.dimension_count", 0) or 0) / max(1, _sizes(file)["hk"])
     base |= {"partial_rotary_factor": share} if share not in (0, 1) else {}
-    kind, factor = file.get("rope.scaling.type", "none"), float(file.get("rope.scaling.factor", 0) or 1)
-    first = int(file.get("rope.scaling.original_context_length", file.get("context_length")))
+    kind = file.get("rope.scaling.type", "none")
+    factor = float(file.get("rope.scaling.factor", 0) or 1)
+    original_context = int(file.get("rope.scaling.original_context_length", file.get("context_length")))
     if "rope_freqs.weight" in file.vectors:
         divisors = file.vectors["rope_freqs.weight"].reshape(-1)
         return base | (
-            _llama3(divisors, base["rope_theta"]) or _factors(divisors.tolist(), divisors.tolist(), first, 1.0)
+            _llama3(divisors, base["rope_theta"])
+            or _factors(divisors.tolist(), divisors.tolist(), original_context, 1.0)
         )
     if kind == "longrope" and "rope_factors_long.weight" in file.vectors:
-        short, long = (file.vectors[f"rope_factors_{one}.weight"].tolist() for one in ("short", "long"))
-        return base | _factors(short, long, first, float(file.get("rope.scaling.attn_factor", 1.0)))
+        short, long = (file.vectors[f"rope_factors_{length}.weight"].tolist() for length in ("short", "long"))
+        return base | _factors(short, long, original_context, float(file.get("rope.scaling.attn_factor", 1.0)))
     if kind == "yarn":
         # The limits of the ramp are built in; no architecture here reads others.
-        return base | {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": first,
+        return base | {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original_context,
                        "attention_factor": (0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0)}  # fmt: skip
     return base | ({"rope_type": "linear", "factor": factor} if factor != 1 else {"rope_type": "default"})
 
 
 def _llama3(divisors: np.ndarray, theta: float) -> dict[str, Any] | None:
-    """Llama 3's scaling, where these divisors of the frequencies are what all models of that family have."""
-    factor, low, high, first = float(divisors.max()), 1.0, 4.0, 8192
-    turns = first * theta ** -(np.arange(len(divisors)) / len(divisors)) / (2 * math.pi)
+    """Llama 3's scaling, if these divisors of the frequencies are those of all models of that family."""
+    factor = float(divisors.max())
+    low = 1.0
+    high = 4.0
+    original_context = 8192
+    turns = original_context * theta ** -(np.arange(len(divisors)) / len(divisors)) / (2 * math.pi)
     smooth = np.clip((turns - low) / (high - low), 0, 1)
     if not np.allclose(1 / ((1 - smooth) / factor + smooth), divisors, rtol=1e-4):
         return None
     return {"rope_type": "llama3", "factor": factor, "low_freq_factor": low, "high_freq_factor": high,
-            "original_max_position_embeddings": first}  # fmt: skip
+            "original_max_position_embeddings": original_context}  # fmt: skip
 
 
 def _factors(short: list[float], long: list[float], first: int, scale: float) -> dict[str, Any]:
@@ -230,7 +240,8 @@ def _experts(file: GgufFile) -> dict[str, Any]:
 
 
 def _falcon(file: GgufFile) -> dict[str, Any]:
-    sizes, kv = _sizes(file), int(file.get("attention.head_count_kv", 1))
+    sizes = _sizes(file)
+    kv = int(file.get("attention.head_count_kv", 1))
     return {"multi_query": kv == 1, "num_kv_heads": kv, "parallel_attn": True, "bias": False, "alibi": False,
             "new_decoder_architecture": _has(file, "attn_norm_2.weight"), "ffn_hidden_size": sizes["f"],
             "layer_norm_epsilon": file.get("attention.layer_norm_epsilon")}  # fmt: skip
@@ -255,19 +266,20 @@ def _nemotron(file: GgufFile) -> dict[str, Any]:
 
 
 def _gemma(file: GgufFile) -> dict[str, Any]:
-    sizes, layers = _sizes(file), int(file.get("block_count"))
-    biggest, period = (46, 2) if file.arch == "gemma2" else (62, 6)
+    sizes = _sizes(file)
+    layers = int(file.get("block_count"))
+    largest_depth, period = (46, 2) if file.arch == "gemma2" else (62, 6)
     kinds = ["sliding_attention" if n % period else "full_attention" for n in range(1, layers + 1)]
-    scale = sizes["d"] / sizes["h"] if layers == biggest else sizes["hk"]
+    scale = sizes["d"] / sizes["h"] if layers == largest_depth else sizes["hk"]
     window = file.get("attention.sliding_window")
-    found = {"query_pre_attn_scalar": scale, "layer_types": kinds, "sliding_window": window}
+    settings = {"query_pre_attn_scalar": scale, "layer_types": kinds, "sliding_window": window}
     if file.arch == "gemma2":
-        return found | {
+        return settings | {
             "attn_logit_softcapping": file.get("attn_logit_softcapping", 50.0),
             "final_logit_softcapping": file.get("final_logit_softcapping", 30.0),
         }
-    near = {"rope_type": "default", "rope_theta": float(file.get("rope.freq_base_swa", 10000.0))}
-    return found | {"rope_parameters": {"full_attention": rope_meaning(file), "sliding_attention": near}}
+    local_rope = {"rope_type": "default", "rope_theta": float(file.get("rope.freq_base_swa", 10000.0))}
+    return settings | {"rope_parameters": {"full_attention": rope_meaning(file), "sliding_attention": local_rope}}
 
 
 def _t5(file: GgufFile) -> dict[str, Any]:
@@ -291,5 +303,5 @@ MEANINGS: dict[str, Callable[[GgufFile], dict[str, Any]]] = {
 
 
 def layer_of(name: str) -> str:
-    """A tensor's name without the number of its layer, for messages about many."""
+    """Returns a tensor's name without its layer number, for messages about many."""
     return re.sub(r"\.\d+\.", ".N.", name)

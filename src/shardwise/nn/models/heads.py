@@ -1,7 +1,7 @@
-"""Heads that a model's files may lack: a classifier on a pretrained body, or the head that fills in masks.
+"""Heads that a model's files may lack: a classifier on a pretrained body, or a masked-LM head.
 
-Their tensors are new: initialised by the model's own rule and the run's seed, and said. Whatever else is missing means
-that the files are not those of the model.
+Their tensors are new: initialised by the model's own rule and the run's seed, and reported. Whatever else is missing
+means that the files are not those of the model.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from shardwise.nn.models.tasks import class_names
 
 
 def head_parameters(model: Any) -> set[str]:
-    """Names of the parameters that may be new, tied ones under each of their names."""
-    own = {c.__name__ for c in type(model).__mro__}
+    """Returns the names of parameters that may be new, tied ones under each of their names."""
+    class_hierarchy = {c.__name__ for c in type(model).__mro__}
     others: tuple[Task, ...] = ("causal", "seq2seq")
-    if any(own & class_names(task) for task in others):
+    if any(class_hierarchy & class_names(task) for task in others):
         return set()
-    if not own & (class_names("masked") | class_names("classify")):
+    if not class_hierarchy & (class_names("masked") | class_names("classify")):
         return set()
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     body = f"{model.base_model_prefix}."
@@ -29,6 +29,8 @@ def head_parameters(model: Any) -> set[str]:
 
 
 def listed(names: list[str]) -> str:
-    """New tensors as a message has them."""
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return f"{', '.join(names[:3])}{more} {'are' if len(names) > 1 else 'is'} new: the model's files have no such head"
+    """Returns the message about new tensors."""
+    others = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return (
+        f"{', '.join(names[:3])}{others} {'are' if len(names) > 1 else 'is'} new: the model's files have no such head"
+    )

@@ -1,8 +1,8 @@
-"""What a checkpoint keeps of the folder that its model came from, so that an export gives back all that came in.
+"""What a checkpoint stores about the folder that its model came from, so that an export restores everything in it.
 
-Training reads a config, a tokenizer and those tensors that transformers builds a model of. The rest (layers of
+Training reads a config, a tokenizer and those tensors that transformers builds a model from. The rest (layers of
 multi-token prediction, processors, code, a licence) it does not touch. A checkpoint has the small files, and of the
-tensors names, types and digests; an export copies these tensors from the folder, bit by bit.
+tensors names, dtypes and digests; an export copies these tensors from the folder, bit by bit.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ TOKENIZER = ("tokenizer", "vocab", "merges", "special_tokens", "added_tokens", "
 
 @dataclass(frozen=True)
 class Origin:
-    """The folder, the types of its tensors, and those that training left alone."""
+    """The source folder, the dtypes of its tensors, and those that were not trained."""
 
     folder: Path
     tensors: dict[str, torch.dtype] = field(default_factory=dict)  # none: named as transformers names them
@@ -47,7 +47,7 @@ class Origin:
     config: dict[str, Any] = field(default_factory=dict)  # as the folder has it
 
     def notes(self) -> list[str]:
-        """What does not come along, in words."""
+        """Returns what an export does not include, in words."""
         lines = []
         if self.dropped:
             lines.append(f"left out: {counted(self.dropped, 'tensor')} of the source, {self.reason}")
@@ -56,60 +56,66 @@ class Origin:
         return lines
 
 
-def counted(names: Sequence[str], what: str) -> str:
-    """How many, and the first of them."""
-    return f"{len(names)} {what}{'s' * (len(names) != 1)} ({_first(names)})"
+def counted(names: Sequence[str], noun: str) -> str:
+    """Returns the number of names, and the first of them."""
+    return f"{len(names)} {noun}{'s' * (len(names) != 1)} ({_first(names)})"
 
 
-def _first(names: Sequence[str], most: int = 3) -> str:
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+def _first(names: Sequence[str], limit: int = 3) -> str:
+    return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")
 
 
 def raw_config(source: ModelSource) -> dict[str, Any] | None:
-    """The config as the source's folder has it; None without such a folder."""
+    """Returns the config as the source's folder has it; None without such a folder."""
     if source.origin is None:
         return None
     return dict(json.loads((source.origin / "config.json").read_text()))
 
 
 def same_class(source: ModelSource, raw: dict[str, Any]) -> bool:
-    """Whether what is trained is the class that the files are of, and not its body with another head."""
-    known = set(raw.get("architectures") or ())
-    return not known or bool(known & class_names(source.task)) or CLASSES[source.task][0] in (raw.get("auto_map") or {})
+    """Whether the trained class is that of the files, not its body with another head."""
+    architectures = set(raw.get("architectures") or ())
+    return (
+        not architectures
+        or bool(architectures & class_names(source.task))
+        or CLASSES[source.task][0] in (raw.get("auto_map") or {})
+    )
 
 
 def origin_of(source: ModelSource) -> Origin | None:
-    """What is to be known of a source's folder; None where the model came from none."""
+    """Returns the record of a source's folder; None if the model came from none."""
     raw = raw_config(source)
     if source.origin is None or raw is None:
         return None
-    stored, extra, folder = stored_tensors(source.origin), set(source.extra), source.origin.absolute()
+    stored = stored_tensors(source.origin)
+    extra = set(source.extra)
+    folder = source.origin.absolute()
     if raw.get("quantization_config") is not None:
         # Scales and the like belong to a module of the model; what belongs to none was quantised with the rest.
         modules = {_module(name) for name in stored.keys() - extra}
         dropped = tuple(name for name in source.extra if _module(name) not in modules)
         return Origin(folder, dropped=dropped, reason="which are quantised, as the trained model is not", config=raw)
     if not same_class(source, raw):
-        types = {name: one.dtype for name, one in stored.items() if name not in extra}
+        types = {name: tensor.dtype for name, tensor in stored.items() if name not in extra}
         reason = f"which belong to {', '.join(raw['architectures'])} and not to the class that was trained"
         return Origin(folder, types, dropped=source.extra, reason=reason, config=raw)
     untouched = {name: sample_digest(read_stored(name, stored[name])) for name in source.extra}
-    return Origin(folder, {name: one.dtype for name, one in stored.items()}, untouched, config=raw)
+    return Origin(folder, {name: tensor.dtype for name, tensor in stored.items()}, untouched, config=raw)
 
 
 def write_origin(folder: Path, source: ModelSource, own_tokenizer: bool) -> None:
-    """Into a checkpoint's model folder: the record, and the small files that are not there yet."""
-    found = origin_of(source)
-    if found is None or source.origin is None:
+    """Writes the record, and the small files that are missing, to a checkpoint's model folder."""
+    origin = origin_of(source)
+    if origin is None or source.origin is None:
         return
     record = {
-        "folder": str(found.folder),
-        "tensors": {name: str(kind).removeprefix("torch.") for name, kind in found.tensors.items()},
-        "untouched": found.untouched,
-        "dropped": found.dropped,
-        "reason": found.reason,
+        "folder": str(origin.folder),
+        "tensors": {name: str(kind).removeprefix("torch.") for name, kind in origin.tensors.items()},
+        "untouched": origin.untouched,
+        "dropped": origin.dropped,
+        "reason": origin.reason,
         "not_copied": _copy_files(source.origin, folder, own_tokenizer),
-        "config": found.config,
+        "config": origin.config,
     }
     (folder / RECORD).write_text(json.dumps(record))
 
@@ -119,26 +125,28 @@ def _module(name: str) -> str:
 
 
 def _copy_files(origin: Path, folder: Path, own_tokenizer: bool) -> list[str]:
-    """Copies what belongs to the model and is no weights; names what was left."""
-    left = []
+    """Copies files that belong to the model and are no weights; returns the names of the others."""
+    skipped = []
     for file in sorted(origin.iterdir()):
         name = file.name
-        kin = name.startswith(TOKENIZER) or name.endswith((".model", ".tiktoken"))
-        if name in OWN or name.startswith(".") or (folder / name).exists() or (kin and not own_tokenizer):
+        is_tokenizer_file = name.startswith(TOKENIZER) or name.endswith((".model", ".tiktoken"))
+        if name in OWN or name.startswith(".") or (folder / name).exists() or (is_tokenizer_file and not own_tokenizer):
             continue
         if file.is_dir():
-            left.append(f"{name}/")
+            skipped.append(f"{name}/")
         elif any(name.endswith(end) for end in WEIGHTS) or file.stat().st_size > LARGEST:
-            left += [] if name.endswith((".safetensors", ".index.json")) or name.startswith("pytorch_model") else [name]
+            skipped += (
+                [] if name.endswith((".safetensors", ".index.json")) or name.startswith("pytorch_model") else [name]
+            )
         else:
-            place = folder if file.suffix == ".py" else folder / FILES  # code is needed to read the config beside it
-            place.mkdir(exist_ok=True)
-            shutil.copyfile(file, place / name)
-    return left
+            target = folder if file.suffix == ".py" else folder / FILES  # code is needed to read the config beside it
+            target.mkdir(exist_ok=True)
+            shutil.copyfile(file, target / name)
+    return skipped
 
 
 def read_origin(folder: Path) -> Origin | None:
-    """The record in a checkpoint's model folder; None where its model came from no folder."""
+    """Returns the record in a checkpoint's model folder; None if its model came from no folder."""
     if not (folder / RECORD).is_file():
         return None
     record = json.loads((folder / RECORD).read_text())
@@ -155,19 +163,19 @@ def _dtype(name: str) -> torch.dtype:
 
 
 def find_untouched(origin: Origin, run: Run) -> dict[str, StoredTensor]:
-    """The tensors that training left alone, where the source's folder still has them; raises UserError."""
+    """Returns the tensors that were not trained, from the source's folder; raises UserError if it lacks them."""
     if not origin.untouched:
         return {}
     folders: list[Callable[[], Path | None]] = [lambda: origin.folder, lambda: find_model(run.model).origin]
-    for place in folders:
+    for locate in folders:
         try:
-            folder = place()
-            found = stored_tensors(folder) if folder is not None else {}
-            if all(sample_digest(read_stored(n, found[n])) == digest for n, digest in origin.untouched.items()):
-                return {name: found[name] for name in origin.untouched}
+            folder = locate()
+            tensors = stored_tensors(folder) if folder is not None else {}
+            if all(sample_digest(read_stored(n, tensors[n])) == digest for n, digest in origin.untouched.items()):
+                return {name: tensors[name] for name in origin.untouched}
         except (UserError, OSError, KeyError):
             continue
-    what = counted(list(origin.untouched), "tensor")
-    problem = f"is gone or changed, and {what} that training did not touch have to be copied from it"
+    names = counted(list(origin.untouched), "tensor")
+    problem = f"is gone or changed, and {names} that training did not touch have to be copied from it"
     raise UserError("source", str(origin.folder), problem,
                     "bring the folder back, or export without them: --allow-missing-tensors")  # fmt: skip

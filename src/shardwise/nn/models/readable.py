@@ -16,12 +16,13 @@ from shardwise.nn.models.weights import check_shapes, match_names
 
 
 def readable(source: ModelSource, model: Any, say: Callable[[str], None] = lambda _: None) -> ModelSource:
-    """The source with files whose tensors are named, shaped and laid out as the model's; converted once if need be."""
+    """Returns the source with files that match the model's names, shapes and layout; converted once if needed."""
     if source.weights is None:
         return source
-    folder, config = source.weights, source.config
+    folder = source.weights
+    config = source.config
     direct = None if is_quantized(config) else match_names(model, tensor_files(folder))
-    if direct is None or not _as_transformers(model, direct, folder):
+    if direct is None or not _loads_unconverted(model, direct, folder):
         say("converting the weights to the model's own names (once)")
         folder = converted_folder(source)
     check_shapes(model, folder)
@@ -36,8 +37,8 @@ def readable(source: ModelSource, model: Any, say: Callable[[str], None] = lambd
     return replace(source, weights=folder, config=config, extra=tuple(linked.extra))
 
 
-def _as_transformers(model: Any, direct: dict[str, str], folder: Path) -> bool:
-    """Whether tensors that have a parameter's name are what transformers would load into it, unconverted."""
+def _loads_unconverted(model: Any, direct: dict[str, str], folder: Path) -> bool:
+    """Whether tensors with a parameter's name are what transformers would load into it, unconverted."""
     linked = link(model, tensor_files(folder))
     state = model.state_dict(keep_vars=True)
     return not linked.converted and all(
@@ -46,7 +47,7 @@ def _as_transformers(model: Any, direct: dict[str, str], folder: Path) -> bool:
 
 
 def _check_ties(linked: TensorNames, stored: dict[str, StoredTensor], label: str) -> None:
-    """Tied tensors are trained as one: files that hold two would lose one of them in silence."""
+    """Tied tensors are trained as one: files that hold two would silently lose one of them."""
     for part in linked.parts:
         names = [] if part.converts else [name for name in part.writes if name in stored]
         if len({sample_digest(read_stored(name, stored[name])) for name in names} if len(names) > 1 else ()) > 1:

@@ -1,8 +1,8 @@
-"""Turns what the user wrote under `model:` into a folder of safetensors, a config and a tokenizer.
+"""Resolves `model:` of the config into a folder of safetensors, a config and a tokenizer.
 
-Hub ids, folders, .gguf files, configs from scratch and the embedded default all come out as a `ModelSource`. Files
-whose tensors are not named as the model names its parameters (.gguf, .bin, old layouts) are converted once into the
-cache, so that every rank can afterwards read just its own bytes (see weights.py).
+Hub ids, folders, .gguf files, configs from scratch and the embedded default all become a `ModelSource`. Files whose
+tensors are not named as the model's parameters (.gguf, .bin, old layouts) are converted once into the cache, so that
+every rank can afterwards read just its own bytes (see weights.py).
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class ModelSource:
     extra: tuple[str, ...] = ()  # tensors in it that the model has no place for
 
     def load_tokenizer(self) -> Any:
-        """The tokenizer, fast (offsets are needed to mask exactly)."""
+        """Returns the fast tokenizer (exact loss masks need offsets)."""
         from transformers import AutoTokenizer
 
         try:
@@ -70,26 +70,28 @@ class ModelSource:
         return tokenizer
 
     def stop_tokens(self, tokenizer: Any) -> tuple[str, ...]:
-        """What generation with this model stops at by its own settings; nothing where those are of other words."""
+        """Returns the model's own stop tokens; empty if its settings are for another vocabulary."""
         if self.weights is None or self.tokenizer != str(self.weights):
             return ()
         from transformers import GenerationConfig
 
-        own = (self.weights / "generation_config.json").is_file()
-        return stop_tokens(tokenizer, GenerationConfig.from_pretrained(self.weights) if own else self.config)
+        has_generation_config = (self.weights / "generation_config.json").is_file()
+        return stop_tokens(
+            tokenizer, GenerationConfig.from_pretrained(self.weights) if has_generation_config else self.config
+        )
 
 
 def stop_tokens(tokenizer: Any, settings: Any) -> tuple[str, ...]:
-    """The tokens that generation stops at by a config or generation config."""
+    """Returns the stop tokens of a config or generation config."""
     ids = getattr(settings, "eos_token_id", None)
     ids = [ids] if isinstance(ids, int) else ids or []
     return tuple(tokenizer.convert_ids_to_tokens(i) for i in sorted(ids) if 0 <= i < len(tokenizer))
 
 
 def find_model(model: Model, say: Callable[[str], None] = lambda _: None, task: Task | None = None) -> ModelSource:
-    """Finds the model, downloading or converting it if need be; raises UserError where it cannot be trained.
+    """Finds the model, downloading or converting it if needed; raises UserError if it cannot be trained.
 
-    Without a task it is what the config's own class is for.
+    Without `task` it is that of the config's own class.
     """
     if model.config is not None:
         config = config_from(dict(model.config))
@@ -100,8 +102,8 @@ def find_model(model: Model, say: Callable[[str], None] = lambda _: None, task: 
         folder = _folder_of(name, model, say)
         config = load_config(folder, name, model.trust_remote_code)
         tokenizer = _tokenizer_folder(model.tokenizer) if model.tokenizer else str(folder)
-        given = None if is_gguf(name) else folder
-        source = ModelSource(name, config, folder, tokenizer, model.trust_remote_code, origin=given)
+        origin = None if is_gguf(name) else folder
+        source = ModelSource(name, config, folder, tokenizer, model.trust_remote_code, origin=origin)
     source = replace(source, task=task or task_of(source.config))
     check_task(source.config, source.task, source.label)
     return source
@@ -178,21 +180,26 @@ def _tokenizer_folder(name: str) -> str:
 
 
 def config_from(values: dict[str, Any]) -> Any:
+    """Returns a config from the keys in RUN.yaml; raises UserError for an unknown model type or a misspelled key."""
     from transformers import CONFIG_MAPPING, AutoConfig
 
     kind = values.pop("model_type")
     if kind not in CONFIG_MAPPING:
-        near = difflib.get_close_matches(str(kind), list(CONFIG_MAPPING.keys()), n=1)
-        remedy = f"did you mean {near[0]}?" if near else "use one that transformers knows, e.g. llama, qwen3 or gpt2"
+        close_matches = difflib.get_close_matches(str(kind), list(CONFIG_MAPPING.keys()), n=1)
+        remedy = (
+            f"did you mean {close_matches[0]}?"
+            if close_matches
+            else "use one that transformers knows, e.g. llama, qwen3 or gpt2"
+        )
         raise UserError("model.config.model_type", kind, "transformers knows no such model", remedy)
     # transformers keeps any key it is given, so a typo would have no effect: refuse what is nearly a known name.
-    plain = AutoConfig.for_model(kind)
+    default_config = AutoConfig.for_model(kind)
     for key in values:
-        if key not in RENAMED and not hasattr(plain, key):
-            near = difflib.get_close_matches(key, list(plain.to_dict()), n=1, cutoff=0.75)
-            if near:
+        if key not in RENAMED and not hasattr(default_config, key):
+            close_matches = difflib.get_close_matches(key, list(default_config.to_dict()), n=1, cutoff=0.75)
+            if close_matches:
                 raise UserError(
-                    f"model.config.{key}", values[key], f"{kind} has no such key", f"did you mean {near[0]}?"
+                    f"model.config.{key}", values[key], f"{kind} has no such key", f"did you mean {close_matches[0]}?"
                 )
     try:
         return AutoConfig.for_model(kind, **values)
@@ -203,7 +210,7 @@ def config_from(values: dict[str, Any]) -> Any:
 
 
 def load_config(folder: Path, name: str, trust_remote_code: bool) -> Any:
-    """The config of a folder; raises UserError where transformers does not take it."""
+    """Returns the config of a folder; raises UserError if transformers does not accept it."""
     from transformers import AutoConfig
 
     try:
@@ -221,13 +228,13 @@ def _converted_gguf(file: Path, field: str, say: Callable[[str], None]) -> Path:
         from shardwise.nn.models.gguf import load_gguf, unread_tensors
         from shardwise.nn.models.gguf_rules import READS, meaning, open_gguf
 
-        with _reading_gguf(file, field) as where:
+        with _reading_gguf(file, field) as arguments:
             facts = open_gguf(file)
             model, _ = load_gguf(file, AutoModelForCausalLM, meaning(facts) if facts.arch in READS else None)
             # Factors of rotary embeddings have become settings.
-            if lost := [name for name in unread_tensors(model, facts) if not name.startswith("rope_")]:
-                raise ValueError(f"it has no place for {len(lost)} tensors of the file, {lost[0]} among them")
-            tokenizer = _with_own_ids(AutoTokenizer.from_pretrained(**where), model.config)
+            if unplaced := [name for name in unread_tensors(model, facts) if not name.startswith("rope_")]:
+                raise ValueError(f"it has no place for {len(unplaced)} tensors of the file, {unplaced[0]} among them")
+            tokenizer = _with_own_ids(AutoTokenizer.from_pretrained(**arguments), model.config)
         write_plain(model, folder)
         tokenizer.save_pretrained(folder)
 
@@ -238,9 +245,9 @@ def _converted_gguf(file: Path, field: str, say: Callable[[str], None]) -> Path:
 
 
 def _gguf_tokenizer(file: Path) -> Path:
-    """The tokenizer of a GGUF file; its weights are left alone."""
-    if (whole := _gguf_folder(file)).is_dir():
-        return whole
+    """The tokenizer of a GGUF file; its weights are not converted."""
+    if (full_folder := _gguf_folder(file)).is_dir():
+        return full_folder
 
     def make(folder: Path) -> None:
         from transformers import AutoConfig, AutoTokenizer
@@ -250,7 +257,7 @@ def _gguf_tokenizer(file: Path) -> Path:
             tokenizer = _with_own_ids(AutoTokenizer.from_pretrained(**where), config)
         tokenizer.save_pretrained(folder)
 
-    return make_once(whole.with_name(f"{whole.name}-tokenizer"), make)
+    return make_once(full_folder.with_name(f"{full_folder.name}-tokenizer"), make)
 
 
 def _gguf_folder(file: Path) -> Path:
@@ -259,7 +266,7 @@ def _gguf_folder(file: Path) -> Path:
 
 @contextmanager
 def _reading_gguf(file: Path, field: str) -> Iterator[dict[str, Any]]:
-    """What transformers must be told to read a GGUF file; what goes wrong with that is the file's."""
+    """Arguments with which transformers reads a GGUF file; errors are reported as the file's."""
     try:
         # Its bar over the tensors is tqdm's own, which writes to stderr and cannot be turned off from outside.
         with quiet(), contextlib.redirect_stderr(io.StringIO()):
@@ -274,8 +281,11 @@ def _reading_gguf(file: Path, field: str) -> Iterator[dict[str, Any]]:
 
 
 def _with_own_ids(tokenizer: Any, config: Any) -> Any:
-    """GGUF carries the ids of the special tokens; transformers (5.17) gives the tokenizer others, for SmolLM2
-    <|im_start|> as the end of text, and with that a model that never stops. The file's own ids are right."""
+    """Restores the ids of the special tokens that the GGUF file has.
+
+    transformers (5.17) gives the tokenizer others, for SmolLM2 <|im_start|> as the end of text, and with that a model
+    that never stops.
+    """
     for kind in ("eos", "pad", "bos"):
         number = getattr(config, f"{kind}_token_id", None)
         if number is not None and getattr(tokenizer, f"{kind}_token_id") != number:
@@ -284,18 +294,18 @@ def _with_own_ids(tokenizer: Any, config: Any) -> Any:
 
 
 def converted_folder(source: ModelSource) -> Path:
-    """A copy of the weights under the model's own parameter names, made once through transformers' loader."""
+    """Returns a copy of the weights under the model's own parameter names, made once through transformers' loader."""
     assert source.weights is not None
 
     from shardwise.core.safe_pickle import global_in
 
     def make(folder: Path) -> None:
-        where: dict[str, Any] = {"dtype": "auto", "trust_remote_code": source.trust_remote_code}
-        where |= _dequantized(source)
+        arguments: dict[str, Any] = {"dtype": "auto", "trust_remote_code": source.trust_remote_code}
+        arguments |= _dequantized(source)
         try:
             with quiet():
                 model, report = auto_class(source.task).from_pretrained(
-                    source.weights, **where, output_loading_info=True, ignore_mismatched_sizes=True
+                    source.weights, **arguments, output_loading_info=True, ignore_mismatched_sizes=True
                 )
         except Exception as error:
             if (name := global_in(error)) is not None:
@@ -314,18 +324,18 @@ def converted_folder(source: ModelSource) -> Path:
 
 
 def is_quantized(config: Any) -> bool:
-    """Whether the files hold codes and scales: read as they are, they would be other weights."""
+    """Whether the files hold quantised codes and scales: read unconverted, they would be other weights."""
     return getattr(config, "quantization_config", None) is not None
 
 
 def _dequantized(source: ModelSource) -> dict[str, Any]:
-    """What has transformers load plain floats of quantised files; refuses what it cannot turn back."""
+    """Arguments with which transformers loads quantised files as plain floats; rejects what it cannot dequantise."""
     if not is_quantized(source.config):
         return {}
     from transformers.quantizers.auto import AutoQuantizationConfig
 
-    given = source.config.quantization_config
-    values = given if isinstance(given, dict) else given.to_dict()
+    quantization = source.config.quantization_config
+    values = quantization if isinstance(quantization, dict) else quantization.to_dict()
     method = str(values.get("quant_method"))
     try:
         config = AutoQuantizationConfig.from_dict(values)
@@ -339,28 +349,29 @@ def _dequantized(source: ModelSource) -> dict[str, Any]:
 
 
 def weights_key(folder: Path) -> str:
-    """Tells the weights of a folder from others, and from themselves when they were changed."""
+    """Returns a key that identifies the weights of a folder, and changes when they do."""
     files = sorted(f for pattern in WEIGHT_FILES for f in folder.glob(pattern))
     return hashlib.sha256("".join(_file_key(f) for f in files).encode()).hexdigest()[:12]
 
 
 def _check_complete(report: dict[str, Any], source: ModelSource, new: set[str]) -> None:
-    """transformers fills what the files lack with random numbers; that is no pretrained model, a new head apart."""
+    """transformers fills missing tensors with random numbers; that is no pretrained model, except for a new head."""
     remedy = "the weights and config.json belong to different models, or files are missing: fetch them again"
-    for name, stored, wanted in report["mismatched_keys"]:
-        problem = f"{name} has shape {list(stored)}, the config says {list(wanted)}"
+    for name, stored, expected in report["mismatched_keys"]:
+        problem = f"{name} has shape {list(stored)}, the config says {list(expected)}"
         raise UserError("model", str(source.weights), problem, remedy)
     if missing := sorted(set(report["missing_keys"]) - new):
-        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        raise UserError("model", str(source.weights), f"its files lack {missing[0]}{more}", remedy)
+        others = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise UserError("model", str(source.weights), f"its files lack {missing[0]}{others}", remedy)
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Keeps transformers' own report and progress bar off the terminal: what matters in them we say ourselves."""
+    """Silences transformers' report and progress bar inside the block: we report what matters in them ourselves."""
     from transformers.utils import logging
 
-    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    level = logging.get_verbosity()
+    bars = logging.is_progress_bar_enabled()
     logging.set_verbosity(logging.CRITICAL)
     logging.disable_progress_bar()
     try:
@@ -372,7 +383,7 @@ def quiet() -> Iterator[None]:
 
 
 def write_plain(model: Any, folder: Path, but: Container[str] = ()) -> None:
-    """Writes config and weights with the names that `named_parameters` gives, tied tensors once, some left out."""
+    """Writes config and weights under the names of `named_parameters`, tied tensors once, without those in `but`."""
     from safetensors.torch import save_file
 
     config = model.config.to_dict()
@@ -389,7 +400,7 @@ def write_plain(model: Any, folder: Path, but: Container[str] = ()) -> None:
 
 
 def _file_key(file: Path) -> str:
-    """Tells two versions of a file apart without reading it all: name, size, time and both ends."""
+    """Identifies a version of a file without reading it all: name, size, time and both ends."""
     stat = file.stat()
     digest = hashlib.sha256(f"{file.name}:{stat.st_size}:{stat.st_mtime_ns}".encode())
     with file.open("rb") as f:
@@ -400,5 +411,6 @@ def _file_key(file: Path) -> str:
 
 
 def first_line(error: BaseException, lines: int = 1) -> str:
+    """Returns the first line of an error's message, at most 160 characters."""
     text = str(error).strip()
     return " ".join(line.strip() for line in text.splitlines()[:lines])[:160] or type(error).__name__

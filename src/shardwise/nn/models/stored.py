@@ -1,4 +1,4 @@
-"""The tensors in the weight files of a model's folder: which there are, and each by itself."""
+"""The tensors in the weight files of a model's folder: which there are, and reading one by itself."""
 
 from __future__ import annotations
 
@@ -27,31 +27,31 @@ class StoredTensor:
 
 
 def tensor_files(folder: Path) -> dict[str, Path]:
-    """Which safetensors file holds which tensor, of the files that transformers would read."""
+    """Returns the safetensors file of each tensor, among the files that transformers would read."""
     index = folder / INDEX
     if index.is_file():
         try:
-            named = {k: str(f) for k, f in json.loads(index.read_text())["weight_map"].items()}
+            file_names = {k: str(f) for k, f in json.loads(index.read_text())["weight_map"].items()}
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             raise UserError("model", str(index), "is not a valid weight index", "fetch the model again") from None
-        if outside := next((f for f in named.values() if Path(f).name != f), None):
+        if outside := next((f for f in file_names.values() if Path(f).name != f), None):
             problem = f"names a file outside the model's folder ({outside})"
             raise UserError("model", str(index), problem, "do not use it, or fetch the model again")
-        return {k: folder / f for k, f in named.items()}
+        return {k: folder / f for k, f in file_names.items()}
     # Beside it there may be the same weights under other names (consolidated.safetensors), which nobody loads.
     files = [folder / SINGLE] if (folder / SINGLE).is_file() else sorted(folder.glob("*.safetensors"))
     return {name: file for file in files for name in _opened(file)}
 
 
 def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
-    """Every tensor of a folder's safetensors files; where there are none, of its pytorch_model*.bin."""
+    """Returns every tensor of a folder's safetensors files; if there are none, of its pytorch_model*.bin."""
     files = tensor_files(folder)
     if files:
-        found = {file: _opened(file) for file in dict.fromkeys(files.values())}
-        if lacking := next((name for name, file in files.items() if name not in found[file]), None):
-            problem = f"lacks {lacking}, which the index says it holds"
-            raise UserError("model", str(files[lacking]), problem, "fetch the model again")
-        return {name: found[file][name] for name, file in files.items()}
+        headers = {file: _opened(file) for file in dict.fromkeys(files.values())}
+        if missing := next((name for name, file in files.items() if name not in headers[file]), None):
+            problem = f"lacks {missing}, which the index says it holds"
+            raise UserError("model", str(files[missing]), problem, "fetch the model again")
+        return {name: headers[file][name] for name, file in files.items()}
     return {
         name: StoredTensor(file, tensor.dtype, tensor.shape)
         for file in sorted(folder.glob("pytorch_model*.bin"))
@@ -59,19 +59,19 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
     }
 
 
-def read_stored(name: str, one: StoredTensor) -> torch.Tensor:
-    """One tensor, as the file has it."""
-    if one.file.suffix == ".bin":
-        return _pickled(one.file)[name]
+def read_stored(name: str, stored: StoredTensor) -> torch.Tensor:
+    """Reads one tensor unchanged from its file."""
+    if stored.file.suffix == ".bin":
+        return _pickled(stored.file)[name]
     from safetensors import safe_open
 
-    with safe_open(one.file, framework="pt") as handle:
+    with safe_open(stored.file, framework="pt") as handle:
         tensor: torch.Tensor = handle.get_tensor(name)
     return tensor
 
 
 def sample_digest(tensor: torch.Tensor) -> str:
-    """Tells a tensor from others without reading all of it: type, shape, bytes at both ends and in the middle."""
+    """Returns a digest of dtype, shape, and the bytes at both ends and in the middle of a tensor."""
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     middle = max(0, len(flat) // 2 - WINDOW // 2)
     digest = hashlib.sha256(f"{tensor.dtype}:{list(tensor.shape)}".encode())
@@ -81,9 +81,9 @@ def sample_digest(tensor: torch.Tensor) -> str:
 
 
 def damaged(file: Path, error: Exception) -> UserError:
-    """That a weight file cannot be read."""
-    what = f"is damaged ({error})" if file.is_file() else "is missing"
-    return UserError("model", str(file), what, "fetch the file again")
+    """Returns the error for a weight file that cannot be read."""
+    problem = f"is damaged ({error})" if file.is_file() else "is missing"
+    return UserError("model", str(file), problem, "fetch the file again")
 
 
 def _opened(file: Path) -> dict[str, StoredTensor]:
@@ -96,7 +96,7 @@ def _opened(file: Path) -> dict[str, StoredTensor]:
 
 @lru_cache(maxsize=1024)
 def _headers(file: Path, size: int, time: int) -> dict[str, StoredTensor]:
-    """What a file's header lists; kept, since a model of many experts has tens of thousands of tensors."""
+    """What a file's header lists; cached, since a model of many experts has tens of thousands of tensors."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -110,7 +110,7 @@ def _headers(file: Path, size: int, time: int) -> dict[str, StoredTensor]:
 
 
 def _dtype(part: Any) -> torch.dtype:
-    """By reading nothing of it; a number has to be read."""
+    """Determined without reading data; a scalar has to be read."""
     empty: torch.Tensor = part[:0] if part.get_shape() else part[...]
     return empty.dtype
 

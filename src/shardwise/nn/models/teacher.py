@@ -1,4 +1,4 @@
-"""The model that another one learns from: found and checked before any process starts."""
+"""The teacher model of a distillation run: found and checked before any process starts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ANSWERS = 1  # raised when the same teacher's answers are stored otherwise
 
 @dataclass(frozen=True)
 class Teacher:
-    """Its files, size and vocabulary (what it has in common with the pupil), and where its answers are, if stored."""
+    """Its files, size and vocabulary (shared with the student), and where its answers are cached, if they are."""
 
     source: ModelSource
     parameters: int
@@ -32,7 +32,7 @@ class Teacher:
 def find_teacher(
     run: Run, tokenizer: Any, vocabulary: int, say: Callable[[str], None] = lambda _: None
 ) -> Teacher | None:
-    """The teacher of a run that has one; raises UserError where it cannot teach this model."""
+    """Returns the teacher of a run that has one; raises UserError if it cannot teach this model."""
     settings = run.objective
     if settings == "auto" or settings.type != "distill":
         return None
@@ -45,10 +45,10 @@ def find_teacher(
         source = on_rows_of(run, source)
         model = build_on_meta(source)
         source = readable(source, model, say)
-        theirs = source.load_tokenizer()
+        teacher_tokenizer = source.load_tokenizer()
     except UserError as error:
         raise UserError(FIELD, name, error.problem, error.remedy) from None
-    _check_vocabulary(theirs, tokenizer, name)
+    _check_vocabulary(teacher_tokenizer, tokenizer, name)
     limit = getattr(source.config.get_text_config(), "max_position_embeddings", None)
     if limit and run.data.sequence_length > limit:
         problem = f"has {limit} positions, data.sequence_length is {run.data.sequence_length}"
@@ -60,19 +60,24 @@ def find_teacher(
     answers = None
     if settings.cache:
         assert settings.top_k is not None and source.weights is not None
-        named = [ANSWERS, weights_key(source.weights), settings.top_k, common, run.precision]
-        key = hashlib.sha256(repr(named).encode()).hexdigest()[:16]
+        key_parts = [ANSWERS, weights_key(source.weights), settings.top_k, common, run.precision]
+        key = hashlib.sha256(repr(key_parts).encode()).hexdigest()[:16]
         answers = TeacherAnswers(cache_root() / "answers" / key, settings.top_k)
     return Teacher(source, sum(p.numel() for p in model.parameters()), common, answers)
 
 
-def _check_vocabulary(theirs: Any, ours: Any, name: str) -> None:
-    """The same tokens must have the same numbers, or the teacher would speak of other words."""
-    a, b = theirs.get_vocab(), ours.get_vocab()
-    if a == b:
+def _check_vocabulary(teacher_tokenizer: Any, tokenizer: Any, name: str) -> None:
+    """The same tokens must have the same ids, or the teacher's distribution would be over other tokens."""
+    teacher_vocabulary = teacher_tokenizer.get_vocab()
+    vocabulary = tokenizer.get_vocab()
+    if teacher_vocabulary == vocabulary:
         return
-    word = next(w for w in sorted(a.keys() | b.keys()) if a.get(w) != b.get(w))
-    there, here = (v.get(word, "no token") for v in (a, b))
-    problem = f"has another vocabulary ({word!r} is {there} there and {here} in the model)"
+    word = next(
+        w
+        for w in sorted(teacher_vocabulary.keys() | vocabulary.keys())
+        if teacher_vocabulary.get(w) != vocabulary.get(w)
+    )
+    teacher_id, own_id = (v.get(word, "no token") for v in (teacher_vocabulary, vocabulary))
+    problem = f"has another vocabulary ({word!r} is {teacher_id} there and {own_id} in the model)"
     remedy = "use a teacher with the model's own tokenizer, e.g. a larger model of its family"
     raise UserError(FIELD, name, problem, remedy)

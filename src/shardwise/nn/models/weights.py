@@ -1,6 +1,6 @@
 """Streams weights from safetensors into the shards: each rank reads its own rows and no more.
 
-With stage 3 no rank ever holds the whole model; what it holds besides its shards is one piece of at most `PIECE` bytes.
+With stage 3 no rank ever holds the full model; besides its shards it holds one piece of at most `PIECE` bytes.
 """
 
 from __future__ import annotations
@@ -24,46 +24,47 @@ PIECE = 64 << 20
 
 
 class PacksRows(Protocol):
-    """How a module keeps a parameter that it does not hold as the floats of the files."""
+    """How a module stores a parameter that it does not hold as the floats of the files."""
 
     @property
     def shape(self) -> torch.Size:
-        """As the files have it."""
+        """Shape in the files."""
 
     @property
     def columns(self) -> slice:
-        """What is kept of each row."""
+        """The columns of each row that are stored."""
 
     def pack(self, rows: torch.Tensor) -> torch.Tensor:
-        """Rows of floats → rows of the parameter."""
+        """Converts rows of floats to rows of the parameter."""
 
 
 def packing_of(model: nn.Module, name: str) -> PacksRows | None:
-    """How the module that owns a parameter keeps it, if not as it is: quantised layers have `packings` by name."""
+    """Returns how the module that owns a parameter packs it; None if it does not. Quantised layers have `packings`."""
     owner, _, leaf = name.rpartition(".")
     packings: Mapping[str, PacksRows] = getattr(model.get_submodule(owner), "packings", {})
     return packings.get(leaf)
 
 
 def match_names(model: nn.Module, stored: dict[str, Path]) -> dict[str, str] | None:
-    """Maps parameters and persistent buffers to their names in the files; None where they must be converted first.
+    """Maps parameters and persistent buffers to their names in the files; None if they must be converted first.
 
-    A new head (nn/models/heads.py) is in no file and so has no name here. Where the files have tensors that answer to
-    no name, what seems missing may be one of them under another name, which transformers knows.
+    A new head (nn/models/heads.py) is in no file and so has no name here. If the files have tensors that match no name,
+    what seems missing may be one of them under another name, which transformers knows.
     """
     prefix = getattr(model, "base_model_prefix", "")
     persistent = set(model.state_dict().keys())
-    wanted = [n for n, _ in model.named_parameters() if not is_added(n)]
+    required = [n for n, _ in model.named_parameters() if not is_added(n)]
     optional = [n for n, _ in model.named_buffers() if n in persistent]
-    result, new = {}, head_parameters(model)
+    result = {}
+    new = head_parameters(model)
     missing = False
-    for name in wanted + optional:
+    for name in required + optional:
         bare = name.removeprefix(prefix + ".")
         aliases = [name, bare, f"{prefix}.{name}", *_tied_names(model, name)]
-        hit = next((alias for alias in aliases if alias in stored), None)
-        if hit is not None:
-            result[name] = hit
-        elif name in wanted and name not in new:
+        stored_name = next((alias for alias in aliases if alias in stored), None)
+        if stored_name is not None:
+            result[name] = stored_name
+        elif name in required and name not in new:
             return None
         else:
             missing = True
@@ -71,13 +72,13 @@ def match_names(model: nn.Module, stored: dict[str, Path]) -> dict[str, str] | N
 
 
 def _unclaimed(model: nn.Module, names: dict[str, str], stored: Collection[str]) -> set[str]:
-    """Tensors of the files that are no parameter, under any name that it is tied to, and no buffer."""
+    """Tensors of the files that match no parameter, under any name that it is tied to, and no buffer."""
     tied = {alias for name in names for alias in _tied_names(model, name)}
     return set(stored) - set(names.values()) - tied
 
 
 def new_parameters(model: nn.Module, folder: Path) -> list[str]:
-    """Parameters of a new head, which the files of a folder do not have."""
+    """Returns the parameters of a new head, which the files of a folder do not have."""
     names = match_names(model, tensor_files(folder))
     if names is None:
         return []
@@ -92,7 +93,7 @@ def _tied_names(model: nn.Module, name: str) -> list[str]:
 
 
 def check_shapes(model: nn.Module, folder: Path) -> None:
-    """Opens every file and compares the shapes in it with the model's, reading headers only; for before the ranks."""
+    """Compares the shapes in every file with the model's, reading headers only; runs before the ranks start."""
     from safetensors import SafetensorError, safe_open
 
     stored = tensor_files(folder)
@@ -118,7 +119,7 @@ def _check_shape(stored: Any, target: torch.Tensor | PacksRows, name: str, file:
 
 @torch.no_grad()
 def load_weights(model: nn.Module, folder: Path, masters: Mapping[str, Rows] | None = None) -> None:
-    """Fills every parameter and persistent buffer of a materialised model from the files of a folder.
+    """Loads every parameter and persistent buffer of a materialised model from the files of a folder.
 
     Parameters named in `masters` are written through them.
     """
@@ -131,13 +132,14 @@ def load_weights(model: nn.Module, folder: Path, masters: Mapping[str, Rows] | N
     for name, key in names.items():
         # Opened anew for each tensor: a mapping keeps every page it has read, and would grow to the rank's whole share.
         with safe_open(stored[key], framework="pt") as handle:
-            part, packing = handle.get_slice(key), packing_of(model, name)
-            _check_shape(part, packing or tensors[name], name, stored[key])
-            fill_local(tensors[name], part, (masters or {}).get(name), packing)
+            stored_slice = handle.get_slice(key)
+            packing = packing_of(model, name)
+            _check_shape(stored_slice, packing or tensors[name], name, stored[key])
+            fill_local(tensors[name], stored_slice, (masters or {}).get(name), packing)
 
 
-def fill_local(target: torch.Tensor, whole: Any, master: Rows | None = None, packing: PacksRows | None = None) -> None:
-    """Copies this rank's part of a tensor from anything that can be sliced like the whole, in bounded pieces."""
+def fill_local(target: torch.Tensor, full: Any, master: Rows | None = None, packing: PacksRows | None = None) -> None:
+    """Copies this rank's shard of a tensor from anything that can be sliced like the full one, in bounded pieces."""
     local = target.to_local() if isinstance(target, DTensor) else target
     if isinstance(target, DTensor):
         _, offset = compute_local_shape_and_global_offset(target.shape, target.device_mesh, target.placements)
@@ -146,16 +148,16 @@ def fill_local(target: torch.Tensor, whole: Any, master: Rows | None = None, pac
     if local.numel() == 0:
         return
     if local.ndim == 0:
-        local.copy_(whole[...])
+        local.copy_(full[...])
         return
     inner, width = (packing.shape[1:], 4) if packing else (local.shape[1:], local.element_size())
-    rest = tuple(slice(o, o + s) for o, s in zip(offset[1:], inner, strict=True))
+    other_dims = tuple(slice(o, o + s) for o, s in zip(offset[1:], inner, strict=True))
     if packing is not None:  # columns of floats, not of bytes
-        rest = (*rest[:-1], packing.columns)
+        other_dims = (*other_dims[:-1], packing.columns)
     rows = max(1, PIECE // max(1, torch.Size(inner).numel() * width))
     for start in range(0, local.shape[0], rows):
         stop = min(start + rows, local.shape[0])
-        part = whole[(slice(offset[0] + start, offset[0] + stop), *rest)]
+        part = full[(slice(offset[0] + start, offset[0] + stop), *other_dims)]
         if packing is not None:
             part = packing.pack(part.to(local.device))
         if master is not None:

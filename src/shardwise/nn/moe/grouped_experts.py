@@ -1,10 +1,10 @@
-"""Routed experts: rows sorted by expert, two grouped products, and no wait for the host.
+"""Routed experts: rows sorted by expert, two grouped products, and no host synchronisation.
 
-transformers ask a registry how a stack of experts computes; this is an entry of it. Against the entry that they choose
-themselves, copies of tokens are gathered and added up by the order and its inverse in both directions (a plain index's
+transformers has a registry of how a stack of experts computes; this is an entry of it. Compared with transformers' own
+entry, copies of tokens are gathered and summed by the order and its inverse in both directions (a plain index's
 backward scatters: it sorts again, and adds a row's copies one after the other), the router's weights are multiplied
-into what lies between the two products (which is narrower than what comes out), and of the sorted copies, their
-products and their mixtures only the result of the first product is kept for backward.
+into what lies between the two products (which is narrower than the output), and of the sorted copies, their products
+and their mixtures only the result of the first product is saved for backward.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ NAME = "shardwise"
 
 
 def use_grouped_experts(model: nn.Module) -> list[str]:
-    """Lets a model's stacks of experts compute so, where transformers would group them too; returns their names."""
+    """Makes a model's stacks of experts use this, where transformers would group them too; returns their names."""
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
     stacks: dict[str, Any] = {name: module for name, module in model.named_modules() if is_experts(module)}
@@ -35,33 +35,35 @@ def use_grouped_experts(model: nn.Module) -> list[str]:
 
 
 def grouped_experts(module: Any, rows: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Each row through its experts, mixed by their weights; `experts` and `weights` are rows × choices."""
-    copies, chosen = experts.shape[-1], experts.reshape(-1)
+    """Returns each row through its experts, mixed by their weights; `experts` and `weights` are rows × choices."""
+    copies = experts.shape[-1]
+    chosen = experts.reshape(-1)
     ordered, order = torch.sort(chosen, stable=True)
     numbers = torch.arange(module.num_experts, device=rows.device)
     ends = torch.searchsorted(ordered, numbers, right=True).to(torch.int32)
-    places = torch.arange(len(order), device=rows.device)
-    inverse = torch.empty_like(order).scatter_(0, order, places)
-    wide: Any = module.gate_up_proj if module.has_gate else module.up_proj
-    narrow: Any = module.down_proj
+    positions = torch.arange(len(order), device=rows.device)
+    inverse = torch.empty_like(order).scatter_(0, order, positions)
+    up_weight: Any = module.gate_up_proj if module.has_gate else module.up_proj
+    down_weight: Any = module.down_proj
     if not module.is_transposed:
-        wide, narrow = wide.transpose(-2, -1), narrow.transpose(-2, -1)
+        up_weight = up_weight.transpose(-2, -1)
+        down_weight = down_weight.transpose(-2, -1)
 
-    inside: Any = _FirstProduct.apply(rows.to(wide.dtype), wide, order, inverse, ends, copies)
+    hidden: Any = _FirstProduct.apply(rows.to(up_weight.dtype), up_weight, order, inverse, ends, copies)
     if module.has_bias:
         bias = module.gate_up_proj_bias if module.has_gate else module.up_proj_bias
-        inside = inside + _Pick.apply(bias, ordered)
-    inside = apply_gate(module, inside) if module.has_gate else module.act_fn(inside)
-    share = _Permute.apply(weights.reshape(-1), order, inverse)[:, None]
-    out: Any = _Product.apply((inside * share).to(narrow.dtype), narrow, ends)
+        hidden = hidden + _Pick.apply(bias, ordered)
+    hidden = apply_gate(module, hidden) if module.has_gate else module.act_fn(hidden)
+    mixing_weight = _Permute.apply(weights.reshape(-1), order, inverse)[:, None]
+    out: Any = _Product.apply((hidden * mixing_weight).to(down_weight.dtype), down_weight, ends)
     if module.has_bias:
-        out = out + (_Pick.apply(module.down_proj_bias, ordered) * share).to(out.dtype)
+        out = out + (_Pick.apply(module.down_proj_bias, ordered) * mixing_weight).to(out.dtype)
     mixed: torch.Tensor = _Mix.apply(out, order, inverse, copies)
     return mixed.to(rows.dtype)
 
 
 class _FirstProduct(torch.autograd.Function):
-    """Each row's copies, sorted, by the matrices of their experts; the copies are made anew in backward."""
+    """Each row's copies, sorted, by the matrices of their experts; the copies are recomputed in backward."""
 
     @staticmethod
     def forward(  # type: ignore[override]
@@ -103,7 +105,7 @@ def _of_rows(gradient: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -
 
 
 def _of_weight(rows: torch.Tensor, gradient: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> Any:
-    """In the layout that the weight has in memory."""
+    """In the memory layout of the weight."""
     if weight.stride(-1) == 1:
         return grouped_product(rows.t(), gradient.contiguous(), ends)
     return grouped_product(gradient.contiguous().t(), rows, ends).transpose(-2, -1)
@@ -125,7 +127,7 @@ class _Mix(torch.autograd.Function):
 
 
 class _Permute(torch.autograd.Function):
-    """One value each, in another order."""
+    """Values in another order."""
 
     @staticmethod
     def forward(ctx: Any, values: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
@@ -139,7 +141,7 @@ class _Permute(torch.autograd.Function):
 
 
 class _Pick(torch.autograd.Function):
-    """A row of a table for each number; backward adds up by a product, in a fixed order."""
+    """A row of a table for each index; backward sums by a product, in a fixed order."""
 
     @staticmethod
     def forward(ctx: Any, table: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
@@ -150,5 +152,5 @@ class _Pick(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         (numbers,) = ctx.saved_tensors
-        asked = numbers == torch.arange(ctx.rows, device=numbers.device)[:, None]
-        return asked.to(gradient.dtype) @ gradient, None
+        one_hot = numbers == torch.arange(ctx.rows, device=numbers.device)[:, None]
+        return one_hot.to(gradient.dtype) @ gradient, None

@@ -1,1 +1,1 @@
-"""Tiny models of a class, which stand for the large ones when something must be tried."""
+"""Tiny models of a class, on which a large one's behaviour is tested."""

@@ -1,8 +1,8 @@
-"""A tiny model of a class against itself in one process: what the zoo (zoo.py) and the check before a run share.
+"""A tiny model of a class compared with itself in one process: shared by the zoo (zoo.py) and the check before a run.
 
-Parameters are moved away from where their authors start them, so that no error hides behind a norm of ones, a bias of
-zeros, scores too small for a cap or a sink to matter, or a recurrent state that decays within a token. Everything is
-computed in double precision: what is left apart is wrong, not rounded.
+Parameters are moved away from their initial values, so that no error hides behind a norm of ones, a bias of zeros,
+scores too small for a cap or a sink to matter, or a recurrent state that decays within a token. Everything is computed
+in double precision: remaining differences are errors, not rounding.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ class AddsLosses(Protocol):
     """Adds losses to a forward's own, such as those of routers."""
 
     def begin(self, batch: MicroBatch) -> None:
-        """Before the forward."""
+        """Called before the forward."""
 
     def finish(self, loss: Loss, prefix: str) -> Loss:
-        """After it: the loss with what was added."""
+        """Called after the forward; returns the loss with what was added."""
 
 
 ROWS, WIDTH, LONGER = 4, 16, 4
@@ -53,16 +53,17 @@ SLOW = 0.05
 
 
 class CannotParallelize(Exception):
-    """A model cannot be divided along an axis: which module is in the way, and why."""
+    """A model cannot be parallelised along an axis: which module prevents it, and why."""
 
     def __init__(self, module: str, why: str) -> None:
         super().__init__(f"{module}: {why}" if module else why)
-        self.module, self.why = module, why
+        self.module = module
+        self.why = why
 
 
 @dataclass(frozen=True)
 class TinyCase:
-    """A model small enough to run here, by its config, and what it is given."""
+    """A tiny model, by its config, and its inputs."""
 
     config: Any
     task: Task
@@ -72,10 +73,11 @@ class TinyCase:
     router: tuple[float, float] = (0.0, 0.0)  # coefficients of the auxiliary loss and the z-loss, where they are tried
 
     def model(self, attention: str = "") -> Any:
-        """The same on every rank; ready to train. `attention`: another than the case's."""
+        """Returns the model in training mode, the same on every rank; `attention` overrides the case's."""
         torch.manual_seed(self.seed)
         with quiet():
-            kind, name = auto_class(self.task), attention or self.attention or None
+            kind = auto_class(self.task)
+            name = attention or self.attention or None
             model: Any = built_with(kind, without_recording(self.config), name).to(self.dtype)
         model.config.use_cache = False
         if self.dtype is torch.float64:
@@ -85,16 +87,17 @@ class TinyCase:
         return model.train()
 
     def inputs(self, rows: int = ROWS, width: int = WIDTH) -> dict[str, torch.Tensor]:
-        """What the model's forward takes, `use_cache` apart."""
+        """Returns the inputs of the model's forward, except `use_cache`."""
         random = torch.Generator().manual_seed(self.seed + 2)
         if self.task != "seq2seq":
             return {"input_ids": self._ids(rows, width, random)}
         # Sources of another width than targets: what is meant for the one would not do for the other.
-        source, target = self._ids(rows, width + LONGER, random), self._ids(rows, width, random)
+        source = self._ids(rows, width + LONGER, random)
+        target = self._ids(rows, width, random)
         return {"input_ids": source, "decoder_input_ids": target}
 
     def labels(self, rows: int = ROWS, width: int = WIDTH) -> torch.Tensor:
-        """One per position of the logits (already shifted where that is the task); some are ignored."""
+        """Returns one label per position of the logits (already shifted if that is the task); some are ignored."""
         random = torch.Generator().manual_seed(self.seed + 3)
         ids = self._ids(rows, width, random)
         return ids.masked_fill(torch.rand(rows, width, generator=random) < 0.25, IGNORE)
@@ -106,7 +109,7 @@ class TinyCase:
 
 @torch.no_grad()
 def _move(model: nn.Module, seed: int) -> None:
-    """Moves parameters to where everything that a model computes can be seen in its loss."""
+    """Moves parameters to where everything that a model computes affects its loss."""
     random = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         if not parameter.is_floating_point():
@@ -121,7 +124,7 @@ def _move(model: nn.Module, seed: int) -> None:
 
 
 def tiny_case(source: ModelSource) -> TinyCase:
-    """Of a model that someone wants to train."""
+    """Returns the tiny case of a model to be trained."""
     return case_of(shrink(source.config), source.task, source.attention)
 
 
@@ -129,7 +132,7 @@ _SINGLE: dict[tuple[Any, ...], bool] = {}
 
 
 def case_of(config: Any, task: Task, attention: str = "") -> TinyCase:
-    """A case in double precision, or in single where the model's own code mixes the two up."""
+    """Returns a case in double precision, or in single if the model's own code mixes the two."""
     case = TinyCase(config, task, attention=attention)
     key = type(config), config.to_json_string(), task
     if key not in _SINGLE:
@@ -146,7 +149,7 @@ def case_of(config: Any, task: Task, attention: str = "") -> TinyCase:
 
 @dataclass(frozen=True)
 class LossAndGradients:
-    """The mean loss over the labels and the gradient of every parameter, whole, by name."""
+    """The mean loss over the labels and the full gradient of every parameter, by name."""
 
     loss: float
     gradients: Mapping[str, torch.Tensor]
@@ -154,7 +157,7 @@ class LossAndGradients:
 
 @dataclass(frozen=True)
 class Deviation:
-    """How far an answer is from that of one process; `module` is the parameter that is furthest off."""
+    """Difference from the result of one process; `module` is the parameter with the largest difference."""
 
     loss: float
     gradient: float
@@ -162,21 +165,22 @@ class Deviation:
 
     @property
     def right(self) -> bool:
+        """Whether the difference is within tolerance."""
         return self.loss <= LOSS and self.gradient <= GRADIENT  # not so for NaN
 
 
 def mean_loss(logits: torch.Tensor, labels: torch.Tensor, units: int) -> torch.Tensor:
-    """Cross-entropy summed over the labels of a part, over the `units` of the whole."""
+    """Returns the cross-entropy summed over the labels of a part, divided by the `units` of the full batch."""
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE, reduction="sum") / units
 
 
 def units_of(labels: torch.Tensor) -> int:
-    """How many labels are learned."""
+    """Returns the number of loss tokens."""
     return int((labels != IGNORE).sum())
 
 
 class DoubleSoftmax(TorchFunctionMode):
-    """Keeps softmax in double precision where eager attention asks for single."""
+    """Keeps softmax in double precision where eager attention requests single."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -192,7 +196,7 @@ def summed(
     units: int,
     routers: AddsLosses | None = None,
 ) -> LossAndGradients:
-    """The mean loss over documents that are given one at a time, and its gradients."""
+    """Returns the mean loss over documents that are processed one at a time, and its gradients."""
     losses = []
     for inputs, labels in documents:
         ones = torch.ones_like(inputs["input_ids"])
@@ -208,30 +212,33 @@ def summed(
 
 
 def gradients_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Whole gradients by name; collective where parameters are divided."""
-    found = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-    return {n: (g.full_tensor() if isinstance(g, DTensor) else g).detach() for n, g in found.items()}
+    """Returns full gradients by name; collective if parameters are sharded."""
+    gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    return {n: (g.full_tensor() if isinstance(g, DTensor) else g).detach() for n, g in gradients.items()}
 
 
-def judge(answer: LossAndGradients, wanted: LossAndGradients) -> Deviation:
-    """Compares; a gradient that is missing, or there without being wanted, is as wrong as can be."""
-    worst, module = 0.0, ""
-    largest = max((float(g.abs().max()) for g in wanted.gradients.values() if g.numel()), default=0.0)
-    for name in {*wanted.gradients, *answer.gradients}:
-        ours, theirs = answer.gradients.get(name), wanted.gradients.get(name)
-        apart = _apart(ours, theirs, largest)
-        if not apart <= worst:
-            worst, module = apart, name
-    return Deviation(abs(answer.loss - wanted.loss), worst, module)
+def judge(answer: LossAndGradients, expected: LossAndGradients) -> Deviation:
+    """Compares two results; a missing or unexpected gradient is an infinite difference."""
+    worst = 0.0
+    module = ""
+    largest = max((float(g.abs().max()) for g in expected.gradients.values() if g.numel()), default=0.0)
+    for name in {*expected.gradients, *answer.gradients}:
+        actual = answer.gradients.get(name)
+        reference = expected.gradients.get(name)
+        difference = _difference(actual, reference, largest)
+        if not difference <= worst:
+            worst = difference
+            module = name
+    return Deviation(abs(answer.loss - expected.loss), worst, module)
 
 
-def _apart(ours: torch.Tensor | None, theirs: torch.Tensor | None, largest: float) -> float:
-    if ours is None or theirs is None:
-        other = ours if ours is not None else theirs
+def _difference(actual: torch.Tensor | None, reference: torch.Tensor | None, largest: float) -> float:
+    if actual is None or reference is None:
+        other = actual if actual is not None else reference
         assert other is not None
         return float("inf") if other.any() else 0.0
-    if ours.shape != theirs.shape:
+    if actual.shape != reference.shape:
         return float("inf")
-    if not theirs.numel():
+    if not reference.numel():
         return 0.0
-    return float((ours - theirs).abs().max() / (theirs.abs().max() + NOISE * largest + 1e-12))
+    return float((actual - reference).abs().max() / (reference.abs().max() + NOISE * largest + 1e-12))

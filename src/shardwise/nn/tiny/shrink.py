@@ -1,8 +1,8 @@
-"""A tiny model of the same class: what is true of how it computes is true of the large one, and it runs in a second.
+"""Shrinks a config to a tiny model of the same class, which computes as the large one does and runs in a second.
 
-Nothing is known of single architectures but a few words on what breaks otherwise. A config's numbers are set by what
-their names mean; the kinds of layers, the switches and the activation functions stay. Names differ between families,
-their meanings hardly do.
+Nothing is known of single architectures except for a few keys without which they break. A config's numbers are set by
+what their names mean; layer types, switches and activation functions stay. Names differ between families, their
+meanings hardly do.
 """
 
 from __future__ import annotations
@@ -108,9 +108,9 @@ SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_sta
 
 
 def shrink(config: Any, layers: int = LAYERS, keep: Container[str] = ()) -> Any:
-    """A config of the same class for a model of some ten thousand parameters; `layers` of each kind of stack.
+    """Returns a config of the same class with some ten thousand parameters; `layers` of each kind of stack.
 
-    `keep`: sizes that stay as they are.
+    `keep`: sizes that stay unchanged.
     """
     kind = type(config)
     values = {name: value for name, value in _values(config) if not _is_fixed(kind, name)}
@@ -141,25 +141,27 @@ def shrink(config: Any, layers: int = LAYERS, keep: Container[str] = ()) -> Any:
             changed[name] = _kinds(list(old), layers)
     _keep_ratios(config, changed, layers)
     inner = {name: shrink(getattr(config, name), layers, keep) for name in _inner(config)}
-    made = kind(**{**_switches(config), **{k: v for k, v in changed.items() if v is not None}, **inner})
-    if hasattr(made, "use_cache"):
-        made.use_cache = False
-    attention: Any = getattr(made, "attn_config", None)
+    result = kind(**{**_switches(config), **{k: v for k, v in changed.items() if v is not None}, **inner})
+    if hasattr(result, "use_cache"):
+        result.use_cache = False
+    attention: Any = getattr(result, "attn_config", None)
     if hasattr(attention, "kv_n_heads"):
-        attention.rope_theta, attention.clip_qkv = 10000.0, 8  # dbrx cannot do without, whatever its class says
-    if getattr(made, "is_encoder_decoder", False):
+        # dbrx cannot do without, whatever its class says
+        attention.rope_theta = 10000.0
+        attention.clip_qkv = 8
+    if getattr(result, "is_encoder_decoder", False):
         # Bert2Bert and its kin hide what is padding from their decoders, so that it cannot be the start as well.
-        made.decoder_start_token_id = 1 if kind.model_type == "encoder-decoder" else 0
-    return made
+        result.decoder_start_token_id = 1 if kind.model_type == "encoder-decoder" else 0
+    return result
 
 
 def first_layers(config: Any, layers: int) -> Any:
-    """The same config for the first layers alone; widths stay as they are."""
+    """Returns the config with the first layers only; widths are unchanged."""
     return type(config).from_dict(_cut(config.to_dict(), layers))
 
 
 def with_low_caps(config: Any) -> Any:
-    """The same config with caps that bite on fresh weights, whose scores and logits are small."""
+    """Returns the config with softcaps low enough to act on fresh weights, whose scores and logits are small."""
     config = copy.deepcopy(config)
     for part in (config, *(getattr(config, name) for name in _inner(config))):
         for name, value in part.to_dict().items():
@@ -173,10 +175,10 @@ def _is_cap(name: str, value: Any) -> bool:
 
 
 def depths_of(config: Any) -> set[int]:
-    """The layers of each stack of a model."""
+    """Returns the number of layers of each stack of a model."""
     values = config.to_dict()
-    found = {v for n, v in values.items() if n in DEPTHS and isinstance(v, int) and not isinstance(v, bool)}
-    return found.union(*(depths_of(getattr(config, n)) for n in _inner(config)))
+    depths = {v for n, v in values.items() if n in DEPTHS and isinstance(v, int) and not isinstance(v, bool)}
+    return depths.union(*(depths_of(getattr(config, n)) for n in _inner(config)))
 
 
 def _cut(values: dict[str, Any], layers: int) -> dict[str, Any]:
@@ -194,16 +196,16 @@ def _cut(values: dict[str, Any], layers: int) -> dict[str, Any]:
 
 
 def _values(config: Any) -> Iterator[tuple[str, Any]]:
-    """Every setting, and what older names stand for where the config itself has only those."""
-    known = config.to_dict()
-    yield from known.items()
+    """Every setting, and what older names stand for if the config itself has only those."""
+    values = config.to_dict()
+    yield from values.items()
     aliases = getattr(type(config), "attribute_map", None) or {}
-    yield from ((name, known.get(real)) for name, real in aliases.items() if real not in known)
+    yield from ((name, values.get(real)) for name, real in aliases.items() if real not in values)
 
 
 def _is_fixed(kind: type, name: str) -> bool:
-    found = getattr(kind, name, None)
-    return isinstance(found, property) and found.fset is None
+    attribute = getattr(kind, name, None)
+    return isinstance(attribute, property) and attribute.fset is None
 
 
 def _inner(config: Any) -> list[str]:
@@ -211,24 +213,25 @@ def _inner(config: Any) -> list[str]:
 
 
 def _switches(config: Any) -> dict[str, Any]:
-    """What is no size and not as the class has it: flags, names of functions, small numbers; copied."""
-    plain, usual = config.to_dict(), type(config)().to_dict()
+    """Settings that are no size and not the class's default: flags, names of functions, small numbers; copied."""
+    values = config.to_dict()
+    defaults = type(config)().to_dict()
     skipped = {"model_type", "transformers_version", "architectures", "_name_or_path", "dtype", *_inner(config)}
-    found = {n: v for n, v in plain.items() if n not in skipped and n not in SIZES and v != usual.get(n)}
-    return {n: copy.deepcopy(v) for n, v in found.items() if isinstance(v, (bool, str, float)) and n[0] != "_"}
+    changed = {n: v for n, v in values.items() if n not in skipped and n not in SIZES and v != defaults.get(n)}
+    return {n: copy.deepcopy(v) for n, v in changed.items() if isinstance(v, (bool, str, float)) and n[0] != "_"}
 
 
 def _rope(old: Any, kinds: Any) -> Any:
-    """Scaled positions as plain ones: at 128 of them nothing is scaled; kinds of layers may have their own."""
+    """Scaled positions as plain ones: at 128 of them nothing is scaled; layer types may have their own."""
     if old == {} and kinds:
         plain = {"rope_theta": 10000.0, "rope_type": "default", "mrope_section": [1, 1, HEAD // 2 - 2]}
         return {kind: dict(plain) for kind in kinds}
     if isinstance(old, dict) and any(isinstance(v, dict) for v in old.values()):
-        made = copy.deepcopy(old)
-        for each in (v for v in made.values() if isinstance(v, dict)):
-            if HEAD * each.get("partial_rotary_factor", 1.0) < 4:
-                each["partial_rotary_factor"] = 0.5
-        return made
+        result = copy.deepcopy(old)
+        for parameters in (v for v in result.values() if isinstance(v, dict)):
+            if HEAD * parameters.get("partial_rotary_factor", 1.0) < 4:
+                parameters["partial_rotary_factor"] = 0.5
+        return result
     if not isinstance(old, dict):
         return copy.deepcopy(old)
     return {"rope_theta": 10000.0, **old, "rope_type": "default"}
@@ -242,13 +245,13 @@ def _depth(config: Any) -> int:
 
 
 def _kinds(old: list[Any], layers: int) -> list[Any]:
-    """Each kind of layer once, in their order, and over again."""
-    kinds = [one for i, one in enumerate(old) if one not in old[:i]]
+    """Each kind of layer once, in order, repeated."""
+    kinds = [kind for i, kind in enumerate(old) if kind not in old[:i]]
     return [kinds[i % len(kinds)] for i in range(layers)]
 
 
 def _keep_ratios(config: Any, changed: dict[str, Any], layers: int) -> None:
-    """What hangs together in the large model does in the small one; what must be said is said."""
+    """Keeps relations between sizes of the large model; sets what must be explicit."""
     old = dict(_values(config))
     for name in ("num_key_value_heads", "num_kv_heads", "n_kv_heads"):
         # Latent attention has no groups.

@@ -1,7 +1,7 @@
-"""AdamW on coded states in one pass on a GPU: decode, update, encode, without leaving the registers.
+"""AdamW on coded states in one fused pass on a GPU: decode, update, encode, without leaving the registers.
 
-The plain path (`codecs.py` and `rules.py`) does the same in some forty passes over memory and is what this is held to:
-the same codes from the same noise, but for rounding in the last bits of fp32. Imported only where CUDA and Triton are.
+The plain path (`codecs.py` and `rules.py`) does the same in some forty passes over memory and is the reference: the
+same codes from the same noise, but for rounding in the last bits of fp32. Imported only where CUDA and Triton are.
 """
 
 # mypy: ignore-errors
@@ -197,14 +197,20 @@ def adamw(
     With `low`, the parameter is bf16 and the rest of its fp32 master lies there. `scale` multiplies the gradient first.
     """
     rows, cols = param.shape
-    one, two = codecs
-    assert one.bits == two.bits and one.signed and not two.signed and one.stochastic and two.stochastic
-    assert one.block == two.block == BLOCK and param.is_contiguous() and grad.is_contiguous()
+    first_codec, second_codec = codecs
+    assert (
+        first_codec.bits == second_codec.bits
+        and first_codec.signed
+        and not second_codec.signed
+        and first_codec.stochastic
+        and second_codec.stochastic
+    )
+    assert first_codec.block == second_codec.block == BLOCK and param.is_contiguous() and grad.is_contiguous()
     assert all(part.is_contiguous() for parts in (first, second) for part in parts.values())
     per_row = -(-cols // BLOCK)
     beta1, beta2 = hyper.betas
-    kernel = _kernel_8bit if one.bits == 8 else _kernel_4bit
-    blocks, warps = SHAPES[one.bits]
+    kernel = _kernel_8bit if first_codec.bits == 8 else _kernel_4bit
+    blocks, warps = SHAPES[first_codec.bits]
     with torch.cuda.device(param.device) if param.is_cuda else torch.device("cpu"):
         kernel[(triton.cdiv(rows * per_row, blocks),)](
             param if low is None else param.view(torch.int16), param if low is None else low, grad,
@@ -212,7 +218,7 @@ def adamw(
             rows, cols, per_row, wrapped(offset), wrapped(seeds[0]), wrapped(seeds[1]),
             1 - hyper.lr * hyper.weight_decay, hyper.lr / (1 - beta1**hyper.step), beta1, beta2,
             (1 - beta2**hyper.step) ** -0.5, hyper.eps,
-            one.mantissa, one.least, one.floor, one.top, one.peak,
-            two.mantissa, two.least, two.floor, two.top, two.peak,
+            first_codec.mantissa, first_codec.least, first_codec.floor, first_codec.top, first_codec.peak,
+            second_codec.mantissa, second_codec.least, second_codec.floor, second_codec.top, second_codec.peak,
             BLOCK, blocks, low is not None, scale is not None, num_warps=warps,
         )  # fmt: skip

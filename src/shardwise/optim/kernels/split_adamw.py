@@ -82,7 +82,7 @@ def split_adamw_reference(
     scale: torch.Tensor | None,
     hyper: Hyper,
 ) -> None:
-    """The same in plain steps."""
+    """Reference implementation of `split_adamw` in plain PyTorch."""
     from shardwise.optim.rules import AdamW
 
     master = join(high, low)

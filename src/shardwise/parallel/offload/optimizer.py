@@ -12,7 +12,7 @@ each unit's forward waits for its own pieces only, and the rest goes on beside i
 piece may start when its gradients are reduced, during backward (`eager`). Of those only the last in the order of the
 forward do, a share of EAGER, whose streaming backward can hide; the first ones would queue up behind them just when the
 next forward waits for them, so they are left to the step, in the forward's order. Where gradients must be freed during
-backward (train.in_backward), all are eager.
+backward (train.optimizer_in_backward), all are eager.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ def splits_masters(offload: Offload, precision: str, masters: str = "auto") -> b
 
 def split_in(run: Run) -> bool:
     """The same for a resolved run."""
-    return splits_masters(run.offload, run.precision, run.train.masters)
+    return splits_masters(run.offload, run.precision, run.train.master_weights)
 
 
 def keeps_whole(run: Run, world: World) -> bool:
@@ -59,11 +59,11 @@ def float8_gathers(run: Run, shard: int) -> Float8Gathers:
 
 def eager_share(run: Run) -> float:
     """The share of the parameters updated during backward: all if asked for, some if offloaded without clipping."""
-    if run.train.in_backward:
+    if run.train.optimizer_in_backward:
         return 1.0
     if run.guard.skips:
         return 0.0  # an update that may be left out waits for all gradients
-    return offloaded_share(run.offload, run.precision, run.train.clip)
+    return offloaded_share(run.offload, run.precision, run.train.max_grad_norm)
 
 
 def offloaded_share(offload: Offload, precision: str, clip: float | None) -> float:
@@ -166,7 +166,7 @@ def held_by_place(run: Run, parameters: int, shard: int, frozen_bytes: int = 0) 
         ("device", "working weights", predicted["parameters"]),
         (weights, "bf16 weights" if split else "fp32 weights", (2 if split else 4) * divided),
         (weights, "frozen weights", frozen),
-        (weights, "gradients", 0.0 if run.train.in_backward else predicted["gradients"]),
+        (weights, "gradients", 0.0 if run.train.optimizer_in_backward else predicted["gradients"]),
         ("auto" if open_yet else states, name, share * moments),
         ("device", name, (1 - share) * moments),
         *(("device", kind, size) for kind, size in besides.items()),
@@ -198,7 +198,7 @@ def fitting_ratio(run: Run, sharded: ShardedModel, device: torch.device, kind: K
     state = STORED[kind] * len(rule.states) + 2 * split_in(run)
     micro = int(run.train.micro_batch_size)
     lean = sharded.mesh.size() == 1 and micro >= run.train.batch_size and split_in(run)
-    gradients = (0 if run.train.in_backward else 2 if lean else 4) * elements
+    gradients = (0 if run.train.optimizer_in_backward else 2 if lean else 4) * elements
     rings = (DEPTH * state + 24) * PIECE["cuda"]
     used = torch.cuda.memory_allocated(device) + gradients + rings + activation_bytes(run, sharded)
     room = ROOM * torch.cuda.get_device_properties(device).total_memory - used

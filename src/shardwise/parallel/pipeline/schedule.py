@@ -77,8 +77,8 @@ class Schedule:
 
 def schedule_of(parallel: Parallel) -> Schedule:
     """The order of work that settings ask for."""
-    several = {"interleaved": parallel.chunks or 2, "zbv": 2}
-    return Schedule(parallel.schedule, several.get(parallel.schedule, 1))
+    several = {"interleaved": parallel.virtual_stages or 2, "zbv": 2}
+    return Schedule(parallel.pipeline_schedule, several.get(parallel.pipeline_schedule, 1))
 
 
 def _gpipe(rank: int, ranks: int, micros: int, chunks: int) -> list[Action]:

@@ -102,7 +102,7 @@ def _bias_update(run: Run, found: Routers | None, model: nn.Module, why: dict[st
     if adapters or not trains_routers(model, found):
         why["bias_update"] = "the routers are frozen"
         return 0.0
-    if run.apart is not None:
+    if run.diloco is not None:
         why["bias_update"] = "workers that train apart average parameters alone"
         return 0.0
     why["bias_update"] = "the model balances its routers by a bias"

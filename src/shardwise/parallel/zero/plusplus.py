@@ -1,11 +1,11 @@
 """ZeRO++ as the run describes it: which collectives FSDP2's units get, over which ranks.
 
-  secondary_shard     hpZ  the global gather happens once a step; later ones stay within `secondary_shard` ranks
+  hpz_size     hpZ  the global gather happens once a step; later ones stay within `hpz_size` ranks
   quantize_weights    qwZ  gathers as int8: half of bf16
   fp8.gather               weights of layers that multiply in fp8 are gathered so, where qwZ is not on (float8.py)
   quantize_gradients  qgZ  reductions in 4 bits: an eighth of fp32. In a group of several nodes with several ranks
                            each, in 8 bits within a node, and of each node's sum only in 4 across
-  gradient_feedback        what those 4 bits lost is added the next time
+  error_feedback        what those 4 bits lost is added the next time
 All act within a shard group. With hybrid sharding, the all-reduce between groups stays in fp32.
 """
 
@@ -35,7 +35,7 @@ def install_collectives(
     """
     shard = world.mesh.size(1)
     # One node that is the whole group: every gather stays within it as it is.
-    secondary = None if parallel.secondary_shard == shard else parallel.secondary_shard
+    secondary = None if parallel.hpz_size == shard else parallel.hpz_size
     if shard == 1 or not (secondary or parallel.quantize_weights or parallel.quantize_gradients or float8):
         return
     units = _gathered_apart(sharded)
@@ -57,7 +57,7 @@ def install_collectives(
             unit.set_custom_all_gather(gather)
             sharded.on_update.append(gather.forget)
     if parallel.quantize_gradients:
-        node, feedback = ranks_per_node(shard, world.control), parallel.gradient_feedback is not False
+        node, feedback = ranks_per_node(shard, world.control), parallel.error_feedback is not False
         for unit in units:
             reduce = GradientReduce(hops_of(node) if 1 < node < shard else None, feedback)
             unit.set_custom_reduce_scatter(reduce)
@@ -92,12 +92,12 @@ def describe_collectives(parallel: Parallel, shard: int, local: int, float8: Flo
         said.append("gathers the weights of fp8 layers as fp8")
     if parallel.quantize_gradients and shard > 1:
         width = "in 4 bits between nodes, 8 within" if _node_of(shard, local) > 1 else "in 4 bits"
-        feedback = ", adding what rounding lost" if parallel.gradient_feedback is not False else ""
+        feedback = ", adding what rounding lost" if parallel.error_feedback is not False else ""
         said.append(f"reduces {width}{feedback} (qgZ)")
-    if parallel.secondary_shard == shard:
-        said.append(f"hpZ does nothing: secondary_shard {shard} is the whole shard group, whose gathers stay within it")
-    elif parallel.secondary_shard is not None:
-        later = parallel.secondary_shard
+    if parallel.hpz_size == shard:
+        said.append(f"hpZ does nothing: hpz_size {shard} is the whole shard group, whose gathers stay within it")
+    elif parallel.hpz_size is not None:
+        later = parallel.hpz_size
         kept = f"then within {later} ranks" if later > 1 else "and keeps all of it on every rank"
         said.append(f"gathers globally once a step, {kept} (hpZ)")
     return "".join(f"; {words}" for words in said)
@@ -111,11 +111,11 @@ def held_besides(
     `parameters` are those that are trained. Where weights are gathered as fp8 hpZ's copy takes less, by their share.
     """
     held = {}
-    if parallel.secondary_shard not in (None, shard):
+    if parallel.hpz_size not in (None, shard):
         working = {"fp32": 4}.get(precision, 2)
         size = working * parameters + frozen_bytes
-        held["hpZ's second copy"] = size / (working if parallel.quantize_weights else 1) / parallel.secondary_shard
-    if parallel.quantize_gradients and parallel.gradient_feedback is not False and shard > 1:
+        held["hpZ's second copy"] = size / (working if parallel.quantize_weights else 1) / parallel.hpz_size
+    if parallel.quantize_gradients and parallel.error_feedback is not False and shard > 1:
         held["qgZ's lost roundings"] = 2 * parameters / _node_of(shard, local)
     return held
 

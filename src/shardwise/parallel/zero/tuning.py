@@ -96,7 +96,7 @@ def tune(
     `output`: where a run that goes on finds what it began with.
     """
     said, parallel = given(run.parallel), run.parallel
-    shard, plus = world.mesh.size(1), parallel.secondary_shard or parallel.quantize_weights
+    shard, plus = world.mesh.size(1), parallel.hpz_size or parallel.quantize_weights
     if "auto" not in (parallel.bucket, parallel.prefetch) or shard == 1 or plus:
         return said
     if parallel.beyond_data or run.offload.parameters != "none":

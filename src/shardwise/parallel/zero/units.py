@@ -21,7 +21,7 @@ from torch import nn
 from shardwise.core.errors import UserError
 from shardwise.nn.models.build import children_of
 
-REDUCE_BYTES = 4  # as in fp32, whatever the compute type and `parallel.reduce`
+REDUCE_BYTES = 4  # as in fp32, whatever the compute type and `parallel.reduce_dtype`
 
 
 @dataclass(frozen=True)

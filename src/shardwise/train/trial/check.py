@@ -22,42 +22,72 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardwise.config.combinations import axes_used
-from shardwise.config.schema import Parallel
+from shardwise.config.methods import Full, Lora, Qlora
+from shardwise.config.schema import Fp8, Offload, Parallel, Run
 from shardwise.core.cache import cache_root
 from shardwise.core.errors import UserError
 from shardwise.distributed.mesh import MeshLayout, layout_of
 from shardwise.nn.models.source import ModelSource
 
 LIMIT = 300.0  # seconds
-FORMAT = "2"  # of what is remembered
+FORMAT = "3"  # of what is remembered
+TILE = 4  # tokens at a time, where a run has tiles
 
 if TYPE_CHECKING:
     from shardwise.nn.tiny.case import TinyCase
 
 
-def small_settings(parallel: Parallel) -> tuple[Parallel, int]:
-    """The same axes with two ranks each, and how many ranks that takes."""
+def small_run(run: Run) -> tuple[Run, int]:
+    """The run's settings with two ranks along each axis, and how many ranks that takes.
+
+    Kept is what the assembly depends on and a tiny model in fp32 can show: axes, ZeRO, adapters, recomputation, tiles,
+    routers. A base in few bits, fp8, compiling and offload are not: they round, or need the device.
+    """
+    parallel = run.parallel
     small: dict[str, Any] = {name: 2 for name in axes_used(parallel)}
     inner = 2 ** len([name for name in small if name != "expert"])
-    lonely = "expert" in small and not {"tensor", "context"} & small.keys()
+    expert_alone = "expert" in small and not {"tensor", "context"} & small.keys()
     if "pipeline" in small:
-        small |= {"schedule": parallel.schedule, "chunks": parallel.chunks and 2}
+        small |= {
+            "pipeline_schedule": parallel.pipeline_schedule,
+            "virtual_stages": parallel.virtual_stages and 2,
+        }
     if "context" in small:
         small |= {"context_kind": parallel.context_kind}
-    return Parallel(zero=parallel.zero, **small), inner * (2 if lonely else 1)
+    changes: dict[str, Any] = {
+        "parallel": Parallel(zero=parallel.zero, **small),
+        "precision": "fp32",
+        "method": _small_method(run),
+        "freeze": (),
+        "train": run.train.model_copy(update={"master_weights": "fp32", "optimizer_in_backward": False}),
+        "recompute": "full" if run.recompute == "full" else "none",
+        "recompute_blocks": None,
+        "recompute_group": 1,
+        "recompute_attention": True,
+        "compile": False,
+        "tiled_mlp": None if run.tiled_mlp is None else TILE,
+        "router": run.router.model_copy(update={"balance": "document"}),
+        "fp8": Fp8(),
+        "offload": Offload(),
+        "log": run.log.model_copy(update={"breakdown": False}),
+        "device": "cpu",
+    }
+    return run.model_copy(update=changes), inner * (2 if expert_alone else 1)
 
 
-def check_axes(
-    source: ModelSource,
-    parallel: Parallel,
-    say: Callable[[str], None] = lambda _: None,
-    router: tuple[float, float] = (0.0, 0.0),
-) -> None:
-    """Refuses axes that would not compute what one process computes; `router` as of Case."""
-    from shardwise.nn.tiny.case import tiny_case
+def _small_method(run: Run) -> Any:
+    """The method as a tiny model can have it: QLoRA is LoRA, an adapter that is trained further is a fresh one."""
+    method = run.method
+    if isinstance(method, Qlora):
+        method = Lora(**method.model_dump(include=set(Lora.model_fields) - {"type"}))
+    return method if isinstance(method, Full) else method.model_copy(update={"adapter": None, "dropout": 0.0})
 
-    small, ranks = small_settings(parallel)
-    axes, case = axes_used(parallel), replace(tiny_case(source), router=router)
+
+def check_axes(source: ModelSource, run: Run, say: Callable[[str], None] = lambda _: None) -> None:
+    """Refuses axes that would not compute what one process computes, by a trial on a tiny model of the class."""
+    small, ranks = small_run(run)
+    axes, case = axes_used(run.parallel), _case_of(source, small)
+    small = _with_fitting_method(case, small)
     remembered = cache_root() / "axes" / f"{_key(case, small)}.json"
     if remembered.is_file():
         found = json.loads(remembered.read_text())
@@ -82,10 +112,35 @@ def check_axes(
         "wrong": f"{kind} would train wrongly, {found['why']} is off",
         "silent": f"a tiny {kind} model divided so gave no answer ({found['why']})",
     }[found["outcome"]]
-    raise UserError(f"parallel.{axis}", getattr(parallel, axis), problem, "leave this axis out, or use another one")
+    raise UserError(f"parallel.{axis}", getattr(run.parallel, axis), problem, "leave this axis out, or use another one")
 
 
-def _key(case: TinyCase, small: Parallel) -> str:
+def _case_of(source: ModelSource, run: Run) -> TinyCase:
+    """With adapters in single precision, for their frozen bases are stored in the compute type."""
+    import torch
+
+    from shardwise.nn.tiny.case import tiny_case
+
+    router: Any = run.router
+    aux, z = (0.0 if value == "auto" else float(value) for value in (router.aux_loss, router.z_loss))
+    case = replace(tiny_case(source), router=(aux, z))
+    return case if isinstance(run.method, Full) else replace(case, dtype=torch.float32)
+
+
+def _with_fitting_method(case: TinyCase, run: Run) -> Run:
+    """Without adapters where a tiny model has none of the modules that they are for (layers by their number, say)."""
+    from shardwise.nn.adapters.apply import apply_method
+
+    if isinstance(run.method, Full):
+        return run
+    try:
+        apply_method(case.model(), run)
+        return run
+    except UserError:
+        return run.model_copy(update={"method": Full()})
+
+
+def _key(case: TinyCase, small: Run) -> str:
     """What the outcome depends on: the model's code and switches, the settings, and the versions of who computes."""
     import torch
     import transformers
@@ -93,12 +148,14 @@ def _key(case: TinyCase, small: Parallel) -> str:
     import shardwise
 
     config = case.config
-    told = [FORMAT, type(config).__module__, config.to_json_string(), case.task, small.model_dump_json()]
+    told = [FORMAT, type(config).__module__, config.to_json_string(), case.task]
+    names = {"parallel", "method", "recompute", "tiled_mlp", "router", "experts", "attention"}
+    told += [small.model_dump_json(include=names)]
     told += [str(case.router), torch.__version__, transformers.__version__, shardwise.__version__]
     return hashlib.sha256("\n".join(told).encode()).hexdigest()[:24]
 
 
-def _try(case: TinyCase, small: Parallel, ranks: int) -> dict[str, Any]:
+def _try(case: TinyCase, small: Run, ranks: int) -> dict[str, Any]:
     """The outcome of the trial, from a process that imports once and forks the ranks."""
     with tempfile.TemporaryDirectory() as folder:
         job = Path(folder) / "case"
@@ -128,32 +185,31 @@ def main(file: Path) -> None:
     from shardwise.train.trial.ranks import run_ranks
 
     torch.set_num_threads(1)
-    case, parallel, ranks = pickle.loads(file.read_bytes())
-    layout = layout_of(parallel, ranks)
-    outcomes = run_ranks(lambda rank, folder: _on_rank(rank, folder, case, parallel, layout), ranks, LIMIT)
+    case, run, ranks = pickle.loads(file.read_bytes())
+    layout = layout_of(run.parallel, ranks)
+    outcomes = run_ranks(lambda rank, folder: _on_rank(rank, folder, case, run, layout), ranks, LIMIT)
     told = next((one for one in outcomes if one and one["outcome"] in ("refused", "wrong")), None)
     known = [one for one in outcomes if one]
     print(json.dumps(told or (known[0] if len(known) == ranks else {"outcome": "silent", "why": "a rank crashed"})))
 
 
-def _on_rank(rank: int, folder: Path, case: TinyCase, parallel: Parallel, layout: MeshLayout) -> dict[str, Any]:
+def _on_rank(rank: int, folder: Path, case: TinyCase, run: Run, layout: MeshLayout) -> dict[str, Any]:
     import torch.distributed as dist
 
     from shardwise.distributed.mesh import join_world
     from shardwise.nn.tiny.case import Deviation, judge
-    from shardwise.parallel.apply import AxisRefused
-    from shardwise.parallel.tiny_reference import alone
-    from shardwise.train.trial.combined import try_axes
+    from shardwise.parallel.parallelize import AxisRefused
+    from shardwise.train.trial.combined import reference_of, try_run
     from shardwise.train.trial.ranks import outcome_of
 
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(layout.ranks), "LOCAL_RANK": str(rank)}
     refused: dict[str, str] = {}
 
     def divided() -> Deviation:
-        wanted, limit = alone(case), datetime.timedelta(seconds=LIMIT)
+        wanted, limit = reference_of(case, run), datetime.timedelta(seconds=LIMIT)
         dist.init_process_group("gloo", f"file://{folder}/meet", limit, layout.ranks, rank)
         try:
-            return judge(try_axes(case, parallel, join_world("cpu", "gloo", LIMIT, layout)), wanted)
+            return judge(try_run(case, run, join_world("cpu", "gloo", LIMIT, layout)), wanted)
         except AxisRefused as refusal:
             refused["axis"] = refusal.axis
             raise

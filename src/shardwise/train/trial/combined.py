@@ -1,27 +1,33 @@
-"""A case divided along all axes of some settings at once, by the code that divides and trains in a run."""
+"""A tiny model assembled as a run's is (parallel/parallelize.py), all axes at once, and one step of it."""
 
 from __future__ import annotations
 
+import hashlib
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
-from shardwise.config.schema import Parallel
+from shardwise.config.methods import Full
+from shardwise.config.schema import Run
 from shardwise.data.loader import MicroBatch
 from shardwise.data.rows import RowBatch
 from shardwise.distributed.mesh import World
-from shardwise.nn.models.build import find_blocks
+from shardwise.nn.adapters.apply import apply_method
+from shardwise.nn.adapters.layers import is_added
+from shardwise.nn.models.source import ModelSource
+from shardwise.nn.models.weights import fill_local
 from shardwise.nn.objective import Loss, Objective
 from shardwise.nn.tiny.case import LossAndGradients, TinyCase, gradients_of, units_of
 from shardwise.objectives.causal import CausalObjective
 from shardwise.objectives.head import token_loss
-from shardwise.parallel.apply import divide
+from shardwise.parallel.parallelize import parallelize
 from shardwise.parallel.routers.hooks import RoutedObjective
-from shardwise.parallel.routers.install import routers_in
-from shardwise.parallel.zero.stages import ShardedModel, shard_experts, shard_model
+from shardwise.parallel.tiny_reference import alone
 
 MICRO = 2  # rows of a micro-batch
+SPREAD = 0.2  # of the adapters' first values: none is zero, so that each has a gradient
 
 
 class _Rows:
@@ -35,49 +41,65 @@ class _Rows:
 
     def __call__(self, model: Any, batch: RowBatch) -> Loss:
         """Sum over the labels."""
-        given = batch.inputs
+        inputs = batch.inputs
         if self._decoder is not None:
             assert batch.sources is not None
-            given["decoder_input_ids"] = self._decoder[batch.sources]
-        return token_loss(model(**given, use_cache=False).logits, batch.labels, None, 1)
+            inputs["decoder_input_ids"] = self._decoder[batch.sources]
+        return token_loss(model(**inputs, use_cache=False).logits, batch.labels, None, 1)
 
 
-def try_axes(case: TinyCase, parallel: Parallel, world: World) -> LossAndGradients:
-    """The loss and every gradient, whole, on every rank."""
+def reference_of(case: TinyCase, run: Run) -> LossAndGradients:
+    """What one process computes, with the run's adapters on the model."""
+
+    def add_adapters(model: Any) -> None:
+        if not isinstance(run.method, Full):
+            apply_method(model, run)
+            fill_added(model)
+
+    return alone(case, add_adapters)
+
+
+def try_run(case: TinyCase, run: Run, world: World) -> LossAndGradients:
+    """The loss and every gradient, unsharded, on every rank, of a model assembled as the run says."""
+    source = ModelSource("trial", case.config, None, "", task=case.task, attention=case.attention)
     model = case.model()
-    spread, blocks = divide(model, find_blocks(model), case, parallel, world)
-    if spread.experts is not None:
-        shard_experts(spread.experts, world, parallel.zero, "fp32")
-    shard_model(model, blocks, world.mesh, parallel.zero, "fp32")
-    sharded = ShardedModel(model, parallel.zero, world.mesh)
-    spread.take(sharded)
+    sharded, context = parallelize(model, run, world, source, materialise=lambda _, device: None)
+    fill_added(model)
     inputs, labels = case.inputs(), case.labels()
     scale = sharded.data_parallel_size / units_of(labels)
     objective: Objective = CausalObjective(model) if case.task == "causal" else _Rows(inputs)
-    group = None if world.context is None else world.context.get_group()
-    if (routers := routers_in(model, case.config, case.task, *case.router, group)) is not None:
+    if (routers := context.router_losses) is not None:
         objective = RoutedObjective(objective, routers)
-        if spread.stages is not None:
-            spread.stages.carried = routers
-    each = MICRO if len(labels) // MICRO >= world.layout.data else 1
-    starts = range(world.place.data * each, len(labels), each * world.layout.data)
-    batches = [_batch(case, inputs, labels, slice(at, at + each)) for at in starts]
-    if spread.pipeline is not None:
-        losses = spread.learn(
+    rows = MICRO if len(labels) // MICRO >= world.layout.data else 1
+    starts = range(world.place.data * rows, len(labels), rows * world.layout.data)
+    batches = [_batch(case, inputs, labels, slice(at, at + rows)) for at in starts]
+    if context.pipeline is not None:
+        losses = context.learn(
             model, objective, batches, lambda loss: loss.total * scale, sharded.prepare_micro_batch
         )  # fmt: skip
     else:
         losses = []
         for index, batch in enumerate(batches):
             sharded.prepare_micro_batch(index == len(batches) - 1)
-            with spread.active():
-                losses.append(objective(model, spread.share(batch)))
+            with context.active():
+                losses.append(objective(model, context.share(batch)))
                 (losses[-1].total * scale).backward()
     total = torch.tensor([float(loss.total.detach()) for loss in losses], dtype=torch.float64).sum()
-    if not spread.counts:
+    if not context.counts:
         total.zero_()
     dist.all_reduce(total)
-    return LossAndGradients(total.item() / units_of(labels), _everyone(gradients_of(model), world))
+    return LossAndGradients(total.item() / units_of(labels), _of_all_stages(gradients_of(model), world))
+
+
+@torch.no_grad()
+def fill_added(model: nn.Module) -> None:
+    """Values of adapters by name alone: the same in one process and on any number of ranks."""
+    for name, parameter in model.named_parameters():
+        if is_added(name):
+            seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "little")
+            noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed))
+            centre = 1.0 if parameter.ndim == 1 else 0.0  # factors and magnitudes
+            fill_local(parameter, centre + SPREAD * noise)
 
 
 def _batch(case: TinyCase, inputs: dict[str, torch.Tensor], labels: torch.Tensor, rows: slice) -> Any:
@@ -87,7 +109,7 @@ def _batch(case: TinyCase, inputs: dict[str, torch.Tensor], labels: torch.Tensor
     return RowBatch(ids, torch.ones_like(ids), labels[rows], torch.arange(len(labels))[rows])
 
 
-def _everyone(mine: dict[str, torch.Tensor], world: World) -> dict[str, torch.Tensor]:
+def _of_all_stages(mine: dict[str, torch.Tensor], world: World) -> dict[str, torch.Tensor]:
     """The gradients of all pipeline stages; one that several have is the same on each."""
     if world.pipeline is None:
         return mine

@@ -1,4 +1,4 @@
-"""`deepspeed.runtime.activation_checkpointing`."""
+"""Module path `deepspeed.runtime.activation_checkpointing`."""
 
 from shardwise.deepspeed import checkpointing
 

@@ -1,4 +1,4 @@
-"""`deepspeed.runtime.zero`."""
+"""Module path `deepspeed.runtime.zero`."""
 
 from shardwise.deepspeed.zero import GatheredParameters, Init, ZeroParamStatus, __getattr__
 

@@ -1,4 +1,4 @@
-"""`deepspeed.runtime.zero.partition_parameters`."""
+"""Module path `deepspeed.runtime.zero.partition_parameters`."""
 
 from shardwise.deepspeed.partition import GatheredParameters, Init, ZeroParamStatus
 

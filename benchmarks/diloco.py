@@ -1,17 +1,17 @@
-"""Training apart beside synchronous training: held-out loss and bytes, at equal tokens.
+"""DiLoCo beside synchronous training: held-out loss and bytes, at equal tokens.
 
-    python benchmarks/apart.py data WORK                 # the text, cut for the workers, and a tokenizer of bytes
-    python benchmarks/apart.py synchronous WORK --learning-rate 8e-3 [1.4e-2, 2.4e-2, each with a --name]
-    python benchmarks/apart.py apart WORK --learning-rate 2.4e-2 [1.4e-2, likewise]
-    python benchmarks/apart.py table WORK [--json FILE]
+    python benchmarks/diloco.py data WORK                 # the text, cut for the workers, and a tokenizer of bytes
+    python benchmarks/diloco.py synchronous WORK --learning-rate 8e-3 [1.4e-2, 2.4e-2, each with a --name]
+    python benchmarks/diloco.py diloco WORK --learning-rate 2.4e-2 [1.4e-2, likewise]
+    python benchmarks/diloco.py table WORK [--json FILE]
 
-Both sides are tried at the same rates, and the table sets each run apart beside the best synchronous one: a comparison
+Both sides are tried at the same rates, and the table sets each DiLoCo run beside the best synchronous one: a comparison
 at one rate for both would favour whichever it suits. The older runs, from 100 synchronous steps that all share:
 
     OLD="--size large --optimizer adamw --learning-rate 2e-3 --warmup 20"
-    python benchmarks/apart.py warm WORK $OLD
-    python benchmarks/apart.py synchronous WORK $OLD --begin warm --steps 600
-    python benchmarks/apart.py apart WORK $OLD --begin warm --steps 600 --every 50 --dtype int8 --outer-rate 0.7 \\
+    python benchmarks/diloco.py warm WORK $OLD
+    python benchmarks/diloco.py synchronous WORK $OLD --begin warm --steps 600
+    python benchmarks/diloco.py diloco WORK $OLD --begin warm --steps 600 --every 50 --dtype int8 --outer-rate 0.7 \\
         --outer-momentum 0.9
 
 Text: the Python sources of the standard library, every 25th file held out; each worker has a quarter of the rest. The
@@ -84,7 +84,7 @@ def run_of(asked: Any, name: str, data: str, batch: int, **more: Any) -> Path:
                                            "sequence_length": LENGTHS[asked.size]},
         "train": {"steps": asked.steps, "batch_size": batch, "micro_batch_size": asked.each, "seed": asked.seed,
                   "optimizer": asked.optimizer, "learning_rate": asked.learning_rate, "warmup": asked.warmup,
-                  "schedule": "cosine", "final_learning_rate": 0.1, "weight_decay": 0.1},
+                  "schedule": "cosine", "min_lr_ratio": 0.1, "weight_decay": 0.1},
         "precision": "fp32", "device": "cpu", "parallel": {"zero": 0}, "checkpoint": {"every": None},
         "export": {"check": False}, "log": {"every": 10}, "output": str(work / name), "resume": "never", **more,
     }  # fmt: skip
@@ -161,20 +161,21 @@ def synchronous(work: Path, asked: Any) -> None:
     tell(asked, {})
 
 
-def apart(work: Path, asked: Any) -> None:
-    """Four workers of one rank, a meeting point, a quarter of the batch and of the data each."""
+def diloco(work: Path, asked: Any) -> None:
+    """Four workers of one rank, a sync server, a quarter of the batch and of the data each."""
     state = work / f"{asked.name}-meet"
-    words = [sys.executable, "-m", "shardwise", "meet", "--port", "0", "--state", str(state), "--dtype", asked.dtype,
-             "--rate", str(asked.outer_rate), "--momentum", str(asked.outer_momentum), "--least", str(WORKERS),
-             "--wait", "10min"]  # fmt: skip
+    words = [sys.executable, "-m", "shardwise", "diloco-server", "--port", "0", "--state", str(state),
+             "--dtype", asked.dtype,
+             "--outer-lr", str(asked.outer_rate), "--outer-momentum", str(asked.outer_momentum),
+             "--min-workers", str(WORKERS), "--wait", "10min"]  # fmt: skip
     point = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
     assert point.stdout is not None
     found = re.search(r":(\d+) \(", point.stdout.readline())
     assert found is not None
     runs = []
     for worker in range(WORKERS):
-        meet = {"meet": f"127.0.0.1:{found[1]}", "every": asked.every, "name": f"worker-{worker}"}
-        runs.append(start(run_of(asked, f"{asked.name}-{worker}", str(worker), asked.each, apart=meet)))
+        sync = {"server": f"127.0.0.1:{found[1]}", "sync_every": asked.every, "name": f"worker-{worker}"}
+        runs.append(start(run_of(asked, f"{asked.name}-{worker}", str(worker), asked.each, diloco=sync)))
     wait(*runs)
     point.send_signal(signal.SIGINT)
     point.communicate()
@@ -234,8 +235,8 @@ def table(work: Path, target: Path | None) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["data", "warm", "synchronous", "apart", "table", "up"])
-    parser.add_argument("work", nargs="?", type=Path, default=Path("out/apart-benchmark"))
+    parser.add_argument("what", choices=["data", "warm", "synchronous", "diloco", "table", "up"])
+    parser.add_argument("work", nargs="?", type=Path, default=Path("out/diloco-benchmark"))
     parser.add_argument("--every", type=int, default=10)
     parser.add_argument("--dtype", default="int2")
     parser.add_argument("--name")
@@ -265,7 +266,7 @@ def main() -> None:
         case "table":
             table(asked.work, asked.json)
         case _ if asked.inside:
-            {"synchronous": synchronous, "apart": apart}[asked.what](asked.work, asked)
+            {"synchronous": synchronous, "diloco": diloco}[asked.what](asked.work, asked)
         case _:
             measured(asked.work, asked)
 

@@ -1,0 +1,125 @@
+"""Settings that were renamed: until the next release the old name is accepted, with a note.
+
+One table, old dotted path → new dotted path. It is applied to RUN.yaml and to overrides before they are validated, and
+to the settings saved by a previous version (run.json of a checkpoint, shardwise_run.json of an exported model).
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from shardwise.config.paths import place
+from shardwise.core.errors import UserError
+
+# Keys of a renamed section come before the section: what is left of it then moves as a whole.
+RENAMED: dict[str, str] = {
+    "apart.meet": "diloco.server",
+    "apart.every": "diloco.sync_every",
+    "apart.patience": "diloco.connect_timeout",
+    "apart": "diloco",
+    "parallel.shard": "parallel.dp_shard_size",
+    "parallel.secondary_shard": "parallel.hpz_size",
+    "parallel.gradient_feedback": "parallel.error_feedback",
+    "parallel.reduce": "parallel.reduce_dtype",
+    "parallel.schedule": "parallel.pipeline_schedule",
+    "parallel.chunks": "parallel.virtual_stages",
+    "train.masters": "train.master_weights",
+    "train.in_backward": "train.optimizer_in_backward",
+    "train.clip": "train.max_grad_norm",
+    "train.stop_early": "train.early_stopping",
+    "train.final_learning_rate": "train.min_lr_ratio",
+    "loss_scale.growth_every": "loss_scale.growth_interval",
+    "loss_scale.refill": "loss_scale.consecutive_hysteresis",
+    "fp8.keep": "fp8.modules_to_not_convert",
+    "fp8.least": "fp8.min_features",
+    "fp8.fast": "fp8.use_fast_accum",
+    "tile": "tiled_mlp",
+    "method.targets": "method.target_modules",
+    "method.ranks": "method.rank_pattern",
+    "method.also": "method.modules_to_save",
+    "method.feedforward": "method.feedforward_modules",
+    "method.double": "method.double_quant",
+    "objective.share": "objective.mlm_probability",
+    "objective.desirable": "objective.desirable_weight",
+    "objective.undesirable": "objective.undesirable_weight",
+    "checkpoint.background": "checkpoint.async_save",
+    "guard.most": "guard.max_recoveries",
+    "log.samples.tokens": "log.samples.max_new_tokens",
+}
+ABSENT: Any = object()
+
+
+def note(old: str, new: str, where: str | None = None) -> str:
+    """What is said about an old name that was given."""
+    place_given = f" ({where})" if where else ""
+    return f"{old} is now {new}; the old name works until the next release{place_given}"
+
+
+def new_path(path: str, table: dict[str, str] = RENAMED) -> str:
+    """Today's name of a dotted path; below a renamed section too."""
+    for old, new in table.items():
+        if path == old or path.startswith(f"{old}."):
+            return new + path.removeprefix(old)
+    return path
+
+
+def rename(values: dict[str, Any], origin: dict[str, str] | None = None, table: dict[str, str] = RENAMED) -> list[str]:
+    """Moves what is given under an old name to the new one, in place, origins too; returns the notes.
+
+    Raises UserError where both names are given.
+    """
+    origin = {} if origin is None else origin
+    for old, new in table.items():
+        if _find(values, old) is not ABSENT and _find(values, new) is not ABSENT:
+            raise both_given(old, new, origin.get(old))
+    notes = []
+    for old, new in table.items():
+        value = _find(values, old)
+        if value is ABSENT:
+            continue
+        _remove(values, old)
+        there = _find(values, new)
+        if value or there is ABSENT:  # else all of a section has moved already, key by key
+            place(values, new, value | there if isinstance(there, dict) else value)
+            notes.append(note(old, new, origin.get(old)))
+        for path in [path for path in origin if path == old or path.startswith(f"{old}.")]:
+            origin[new + path.removeprefix(old)] = origin.pop(path)
+    return notes
+
+
+def rename_override(path: str, value: Any) -> tuple[Any, list[str]]:
+    """The value of an override with today's names of what is below its path, and the notes on it and on the path."""
+    values: dict[str, Any] = {}
+    place(values, path, value)
+    notes = rename(values, dict.fromkeys(RENAMED, "command line"))
+    return _find(values, new_path(path)), notes
+
+
+def both_given(old: str, new: str, where: str | None = None) -> UserError:
+    """The mistake of giving a setting under its old and its new name."""
+    place_given = f" (at {where})" if where else ""
+    return UserError(old, None, f"is the old name of {new}, which is given too{place_given}", f"remove {old}")
+
+
+def read_saved(file: Path) -> dict[str, Any]:
+    """The settings that a run saved, under today's names."""
+    values: dict[str, Any] = json.loads(file.read_text())
+    rename(values)
+    return values
+
+
+def _find(values: Any, path: str) -> Any:
+    for part in path.split("."):
+        if not isinstance(values, dict) or part not in values:
+            return ABSENT
+        values = values[part]
+    return values
+
+
+def _remove(values: dict[str, Any], path: str) -> None:
+    *parents, leaf = path.split(".")
+    for part in parents:
+        values = values[part]
+    del values[leaf]
