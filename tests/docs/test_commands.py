@@ -178,11 +178,11 @@ def parse(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     elif program == "pip":
         parse_pip(words)
     elif program == "make":
-        targets = [
-            line.partition(":")[0] for line in (ROOT / "Makefile").read_text().splitlines() if line[:1].isalpha()
-        ]
-        asked = {word for word in words if "=" not in word}  # the others set variables
-        assert asked <= set(targets), f"no target {words}"
+        lines = (ROOT / "Makefile").read_text().splitlines()
+        targets = {line.partition(":")[0] for line in lines if line[:1].isalpha()}
+        settings = {line.split()[0] for line in lines if line.split()[1:2] == ["?="]}
+        unknown = [word for word in words if word not in targets and word.partition("=")[0] not in settings]
+        assert not unknown, f"no target or setting {unknown}"
     else:
         assert command.fenced and (cannot(command) or program == "cat"), f"{program}: run it, or say in NOT_RUN why not"
 
