@@ -38,7 +38,9 @@ class CausalObjective:
             inputs["attention_mask"] = RowsMask(batch.documents)
         return inputs
 
-    def logits(self, model: Any, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    def logits(
+        self, model: Any, batch: MicroBatch
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Logits, labels and sources of the positions that matter."""
         inputs, labels, sources = self.inputs(batch), batch.labels, batch.sources
         if self._keeps_some and effective_device(labels) == "cpu":
@@ -54,6 +56,8 @@ class CausalObjective:
         """Sum of -log p over the learned tokens of the micro-batch."""
         if self._head is not None:
             losses = self._head.losses(model, self.inputs(batch), batch.labels)
-            return sum_by_source(losses, batch.labels.flatten() != IGNORE, batch.sources, batch.source_count)
+            return sum_by_source(
+                losses, batch.labels.flatten() != IGNORE, batch.sources, batch.source_count
+            )
         logits, labels, sources = self.logits(model, batch)
         return token_loss(logits, labels, sources, batch.source_count)

@@ -28,4 +28,6 @@ class ClassifyObjective:
         logits = model(**batch.inputs).logits.float()
         losses = F.cross_entropy(logits, batch.labels, reduction="none")
         loss = sum_by_source(losses, torch.ones_like(losses), batch.sources, batch.source_count)
-        return replace(loss, figures={"accuracy": (logits.detach().argmax(-1) == batch.labels).sum()})
+        return replace(
+            loss, figures={"accuracy": (logits.detach().argmax(-1) == batch.labels).sum()}
+        )

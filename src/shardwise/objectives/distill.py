@@ -47,7 +47,11 @@ class TeacherLogProbs:
     """A frozen model's log-probabilities of all tokens at the places of a batch, over a vocabulary of this size."""
 
     def __init__(self, model: Any, apart: bool, vocabulary: int) -> None:
-        self._model, self._causal, self._vocabulary = model, CausalObjective(model, apart), vocabulary
+        self._model, self._causal, self._vocabulary = (
+            model,
+            CausalObjective(model, apart),
+            vocabulary,
+        )
 
     @torch.no_grad()
     def __call__(self, batch: DistillationBatch) -> torch.Tensor:
@@ -64,7 +68,12 @@ class DistillObjective:
     of_tokens = False
 
     def __init__(
-        self, model: Any, apart: bool, settings: Distill, vocabulary: int, teacher: TeacherLogProbs | None
+        self,
+        model: Any,
+        apart: bool,
+        settings: Distill,
+        vocabulary: int,
+        teacher: TeacherLogProbs | None,
     ) -> None:
         self._causal, self._settings = CausalObjective(model, apart), settings
         self._vocabulary, self._teacher = vocabulary, teacher
@@ -83,7 +92,9 @@ class DistillObjective:
         figures = {"loss_teacher": gap.detach().sum(), "loss_plain": plain.detach().sum()}
         return replace(loss, figures=figures)
 
-    def _gap(self, teacher: torch.Tensor | None, pupil: torch.Tensor, batch: DistillationBatch) -> torch.Tensor:
+    def _gap(
+        self, teacher: torch.Tensor | None, pupil: torch.Tensor, batch: DistillationBatch
+    ) -> torch.Tensor:
         k, temperature = self._settings.top_k, self._settings.temperature
         if k is None or (k == self._vocabulary and teacher is not None):
             assert teacher is not None

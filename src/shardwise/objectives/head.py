@@ -58,7 +58,9 @@ class HeadLoss:
         hidden, weight, bias, cut = _parts_of(hidden, self._head)
         flat, wanted = hidden.flatten(0, -2), labels.flatten()
         learned = None
-        if effective_device(flat) == "cpu":  # elsewhere a list of rows would be a wait for the device
+        if (
+            effective_device(flat) == "cpu"
+        ):  # elsewhere a list of rows would be a wait for the device
             learned = indices_where(wanted != IGNORE)
             flat, wanted = flat[learned], wanted[learned]
         losses: torch.Tensor = _HeadLoss.apply(flat, weight, bias, wanted, cut)  # type: ignore[no-untyped-call]
@@ -88,12 +90,19 @@ def _parts_of(
     cut = (
         None
         if where.is_replicate()
-        else _VocabularyShard(offset_of(weight)[0], -(-len(weight) // mesh.size()), mesh.get_group())
+        else _VocabularyShard(
+            offset_of(weight)[0], -(-len(weight) // mesh.size()), mesh.get_group()
+        )
     )
     # Each rank's part of the vocabulary has a say in the gradient of the hidden states: they add up.
     back = Replicate() if cut is None else Partial()
     gathered = to_whole(hidden, mesh).redistribute(placements=[Replicate()])
-    return to_local(gathered, back), to_local(weight, where), None if bias is None else to_local(bias, where), cut
+    return (
+        to_local(gathered, back),
+        to_local(weight, where),
+        None if bias is None else to_local(bias, where),
+        cut,
+    )
 
 
 def join_head(sharded: ShardedModel, asked: Any) -> HeadLoss | None:
@@ -109,7 +118,11 @@ def _hands_on(asked: Any) -> bool:
     marker: list[torch.Tensor] = []
 
     def mark(hidden: torch.Tensor) -> torch.Tensor:
-        marker.append(torch.randn(*hidden.shape[:-1], head.out_features, device=hidden.device).to(hidden.dtype))
+        marker.append(
+            torch.randn(*hidden.shape[:-1], head.out_features, device=hidden.device).to(
+                hidden.dtype
+            )
+        )
         return marker[-1]
 
     head.forward = mark
@@ -150,7 +163,9 @@ class _HeadLoss(torch.autograd.Function):
             if cut is None:
                 losses[start : start + piece] = cross_entropy_(logits, wanted, IGNORE, gradient)
             else:
-                found = cross_entropy_parallel_(logits, wanted, IGNORE, gradient, cut.first, cut.group)
+                found = cross_entropy_parallel_(
+                    logits, wanted, IGNORE, gradient, cut.first, cut.group
+                )
                 losses[start : start + piece] = found
             if d_hidden is not None:
                 torch.mm(logits, weight, out=d_hidden[start : start + piece])
@@ -185,7 +200,9 @@ def token_losses(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         whole = to_local(logits.redistribute(placements=[Replicate()]), Replicate())
         return token_losses(whole, labels)
     first = offset_of(logits)[-1]
-    losses: torch.Tensor = _VocabularyShardLoss.apply(to_local(logits, last), labels, first, mesh.get_group())  # type: ignore[no-untyped-call]
+    losses: torch.Tensor = _VocabularyShardLoss.apply(
+        to_local(logits, last), labels, first, mesh.get_group()
+    )  # type: ignore[no-untyped-call]
     return losses
 
 
@@ -193,9 +210,13 @@ class _VocabularyShardLoss(torch.autograd.Function):
     """Losses of rows of logits of which each rank has some columns."""
 
     @staticmethod
-    def forward(ctx: Any, logits: torch.Tensor, labels: torch.Tensor, first: int, group: Any) -> torch.Tensor:  # type: ignore[override]
+    def forward(
+        ctx: Any, logits: torch.Tensor, labels: torch.Tensor, first: int, group: Any
+    ) -> torch.Tensor:  # type: ignore[override]
         share = logits.clone()
-        losses = cross_entropy_parallel_(share, labels, IGNORE, ctx.needs_input_grad[0], first, group)
+        losses = cross_entropy_parallel_(
+            share, labels, IGNORE, ctx.needs_input_grad[0], first, group
+        )
         ctx.save_for_backward(share)
         return losses
 
@@ -219,7 +240,11 @@ def likeliest(logits: torch.Tensor) -> torch.Tensor:
         return local.argmax(-1)
     assert where == Shard(logits.ndim - 1), where
     mesh, rows = logits.device_mesh, local.shape[:-1]
-    best, entry = local.max(-1) if local.shape[-1] else (local.new_full(rows, -torch.inf), local.new_zeros(rows).long())
+    best, entry = (
+        local.max(-1)
+        if local.shape[-1]
+        else (local.new_full(rows, -torch.inf), local.new_zeros(rows).long())
+    )
     values, entries = (_everyones(mine, mesh) for mine in (best, entry + offset_of(logits)[-1]))
     return entries.gather(0, values.argmax(0)[None])[0].view(rows)
 
@@ -230,7 +255,9 @@ def _everyones(mine: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
     return found.view(mesh.size(), -1)
 
 
-def token_loss(logits: torch.Tensor, labels: torch.Tensor, sources: torch.Tensor | None, source_count: int) -> Loss:
+def token_loss(
+    logits: torch.Tensor, labels: torch.Tensor, sources: torch.Tensor | None, source_count: int
+) -> Loss:
     """Cross-entropy summed over the labels that are not ignored. Never waits for the device."""
     losses = token_losses(logits.flatten(0, 1), labels.flatten())
     return sum_by_source(losses, labels.flatten() != IGNORE, sources, source_count)

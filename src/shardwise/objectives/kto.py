@@ -28,17 +28,25 @@ class KtoObjective:
     of_tokens = False
 
     def __init__(self, model: Any, apart: bool, settings: Kto, reference: Reference) -> None:
-        self._log_probs, self._settings, self._reference = AnswerLogProbs(model, apart), settings, reference
+        self._log_probs, self._settings, self._reference = (
+            AnswerLogProbs(model, apart),
+            settings,
+            reference,
+        )
 
     def __call__(self, model: Any, batch: PreferenceBatch) -> Loss:
         """Summed over the answers of the micro-batch."""
         assert batch.wanted is not None
         before = self._log_probs.before(self._reference, model, batch)
         wanted = batch.wanted.to(before.dtype)
-        reward = (2 * wanted - 1) * self._settings.beta * (self._log_probs(model, batch)[0] - before)
+        reward = (
+            (2 * wanted - 1) * self._settings.beta * (self._log_probs(model, batch)[0] - before)
+        )
         weights = torch.lerp(
             torch.full_like(wanted, self._settings.undesirable_weight),
             torch.full_like(wanted, self._settings.desirable_weight),
             wanted,
         )
-        return judged_loss(weights * torch.sigmoid(-reward), batch, accuracy=reward > 0, reward=reward)
+        return judged_loss(
+            weights * torch.sigmoid(-reward), batch, accuracy=reward > 0, reward=reward
+        )

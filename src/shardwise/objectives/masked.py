@@ -20,5 +20,7 @@ class MaskedObjective:
         """Sum of -log p over the masked tokens."""
         labels, logits = batch.labels, model(**batch.inputs).logits
         loss = token_loss(logits, labels, batch.sources_like(labels), batch.source_count)
-        right = (likeliest(logits) == labels).sum()  # what is not masked has a label that is no token
+        right = (
+            likeliest(logits) == labels
+        ).sum()  # what is not masked has a label that is no token
         return replace(loss, figures={"accuracy": right})

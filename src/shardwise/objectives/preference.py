@@ -16,7 +16,9 @@ from shardwise.data.preference_layout import PreferenceBatch
 from shardwise.nn.objective import Loss
 from shardwise.objectives.answer_log_probs import AnswerLogProbs, Reference, judged_loss
 
-CERTAIN = -1e-6  # mean log-probability from which an answer's odds are no longer told apart from infinite ones
+CERTAIN = (
+    -1e-6
+)  # mean log-probability from which an answer's odds are no longer told apart from infinite ones
 
 
 class DpoObjective:
@@ -26,7 +28,11 @@ class DpoObjective:
     of_tokens = False
 
     def __init__(self, model: Any, apart: bool, settings: Dpo, reference: Reference) -> None:
-        self._log_probs, self._settings, self._reference = AnswerLogProbs(model, apart), settings, reference
+        self._log_probs, self._settings, self._reference = (
+            AnswerLogProbs(model, apart),
+            settings,
+            reference,
+        )
 
     def __call__(self, model: Any, batch: PreferenceBatch) -> Loss:
         """Summed over the pairs of the micro-batch."""
@@ -40,7 +46,12 @@ class DpoObjective:
         if settings.sft:
             losses = losses - settings.sft * (sums / counts)[::2]
         return judged_loss(
-            losses, batch, accuracy=margin > 0, margin=margin, reward_chosen=chosen, reward_rejected=rejected
+            losses,
+            batch,
+            accuracy=margin > 0,
+            margin=margin,
+            reward_chosen=chosen,
+            reward_rejected=rejected,
         )
 
 

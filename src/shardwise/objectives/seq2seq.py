@@ -22,7 +22,9 @@ class Seq2seqObjective:
         """Sum of -log p over the tokens of the targets."""
         given = decoder_inputs(model, batch.labels)
         logits = model(**batch.inputs, decoder_input_ids=given, use_cache=False).logits
-        return token_loss(logits, batch.labels, batch.sources_like(batch.labels), batch.source_count)
+        return token_loss(
+            logits, batch.labels, batch.sources_like(batch.labels), batch.source_count
+        )
 
 
 def decoder_inputs(model: Any, labels: torch.Tensor) -> torch.Tensor:

@@ -41,13 +41,19 @@ def missing_answers(job: ResolvedRun, world: World) -> Missing:
     stores = [s for one in job.data.train + job.data.eval for s in (one.store, one.held_out)]
     chunks = [(store, chunk) for store in stores for chunk in range(int(store.wait()["chunks"]))]
     chunks = [(store, chunk) for store, chunk in chunks if len(store.table(chunk))]
-    lacking = torch.tensor([not job.teacher.answers.file(s, c).is_file() for s, c in chunks], dtype=torch.int32)
+    lacking = torch.tensor(
+        [not job.teacher.answers.file(s, c).is_file() for s, c in chunks], dtype=torch.int32
+    )
     dist.all_reduce(lacking, group=world.control)
     return [place for place, lacks in zip(chunks, lacking.tolist(), strict=True) if lacks]
 
 
 def ask_teacher(
-    job: ResolvedRun, world: World, teacher: TeacherLogProbs, missing: Missing, say: Callable[[str], None]
+    job: ResolvedRun,
+    world: World,
+    teacher: TeacherLogProbs,
+    missing: Missing,
+    say: Callable[[str], None],
 ) -> None:
     """Stores the answers for these chunks, telling how far it is."""
     assert job.teacher is not None and job.teacher.answers is not None
@@ -59,14 +65,20 @@ def ask_teacher(
     for store, chunk in missing:
         lines, width = int(store.table(chunk)["supervised"].sum()), 2 * answers.k + 1
         writes = world.local_rank == 0
-        with _written(answers.file(store, chunk), lines, width, world.rank) if writes else nullcontext() as out:
+        with (
+            _written(answers.file(store, chunk), lines, width, world.rank)
+            if writes
+            else nullcontext() as out
+        ):
             for some in _answers(job, world, teacher, store, chunk, answers.k):
                 done += len(some)
                 if out is not None:
                     out.write(some.tobytes())
                 if time.monotonic() - told > TOLD_EVERY:
                     told = time.monotonic()
-                    say(f"asked the teacher about {done:,} of {total:,} tokens ({done / total:.0%})")
+                    say(
+                        f"asked the teacher about {done:,} of {total:,} tokens ({done / total:.0%})"
+                    )
     dist.barrier(group=world.control)
 
 

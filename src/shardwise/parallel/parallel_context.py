@@ -30,7 +30,9 @@ if TYPE_CHECKING:
     from shardwise.parallel.tensor.apply import TensorParallel
     from shardwise.parallel.zero.stages import ShardedModel
 
-EVALUATED = 2  # micro-batches per stage that go through a pipeline together when there is no backward
+EVALUATED = (
+    2  # micro-batches per stage that go through a pipeline together when there is no backward
+)
 
 
 @dataclass
@@ -50,7 +52,9 @@ class ParallelContext:
     def take(self, sharded: ShardedModel) -> None:
         """After sharding: how many ranks hold each part of a parameter, so that a norm counts it once."""
         shared = self.stages.shared if self.stages is not None else {}
-        sharded.copies = {n: _copies(p) * len(shared.get(n, (0,))) for n, p in sharded.parameters.items()}
+        sharded.copies = {
+            n: _copies(p) * len(shared.get(n, (0,))) for n, p in sharded.parameters.items()
+        }
 
     @property
     def router_losses(self) -> RouterLosses | None:
@@ -91,11 +95,18 @@ class ParallelContext:
         counts = self.loads.read()
         self.loads.reset()
         # Ranks along `tensor` have counted the same tokens, other stages other layers.
-        mine = dict(zip(self.loads.layers, counts.tolist(), strict=True)) if self.world.place.tensor == 0 else {}
+        mine = (
+            dict(zip(self.loads.layers, counts.tolist(), strict=True))
+            if self.world.place.tensor == 0
+            else {}
+        )
         everyone: list[Any] = [None] * self.world.size
         dist.all_gather_object(everyone, mine, group=self.world.control)
         total = {
-            layer: [sum(each) for each in zip(*(one[layer] for one in everyone if layer in one), strict=True)]
+            layer: [
+                sum(each)
+                for each in zip(*(one[layer] for one in everyone if layer in one), strict=True)
+            ]
             for layer in self.loads.layers
         }
         if (balance := self.loads.balance(torch.tensor(list(total.values())))) is not None:
@@ -116,7 +127,9 @@ class ParallelContext:
         micros = 1 + max(span.action.micro for span in spans)
         paper = simulate(self.pipeline.schedule, ranks, micros, lambda action: mean[action.kind])
         told = f"{bubble(spans, ranks):.0%} of the stages' time idle, {bubble(paper, ranks):.0%} on paper"
-        title = f"pipeline, last step ({self.pipeline.schedule.style}, {micros} micro-batches): {told}"
+        title = (
+            f"pipeline, last step ({self.pipeline.schedule.style}, {micros} micro-batches): {told}"
+        )
         return [title, *picture(spans, ranks, width=72).splitlines()]
 
     @property
@@ -165,4 +178,6 @@ def _copies(parameter: torch.Tensor) -> int:
     if not isinstance(parameter, DTensor):
         return 1
     mesh = parameter.device_mesh
-    return math.prod(mesh.size(axis) for axis, p in enumerate(parameter.placements) if p.is_replicate())
+    return math.prod(
+        mesh.size(axis) for axis, p in enumerate(parameter.placements) if p.is_replicate()
+    )

@@ -68,7 +68,9 @@ class Assembly:
     model: Any
     run: Run
     world: World
-    source: ModelSource | None = None  # None: a model of a user's own loop, whose class is not known
+    source: ModelSource | None = (
+        None  # None: a model of a user's own loop, whose class is not known
+    )
     timer: Timer = OFF
     materialise: Materialise = materialise
     choose_comm: ChooseComm | None = None
@@ -189,13 +191,21 @@ def cut_into_stages(a: Assembly) -> str | None:
         return None
     try:
         schedule = schedule_of(a.run.parallel)
-        cut = cut_model(a.model, probe(a.case), mesh.size() * schedule.chunks, block_weights(a.model))
-        a.context.stages = Stages(a.model, cut, mesh.get_local_rank(), mesh.size(), schedule, a.compute)
+        cut = cut_model(
+            a.model, probe(a.case), mesh.size() * schedule.chunks, block_weights(a.model)
+        )
+        a.context.stages = Stages(
+            a.model, cut, mesh.get_local_rank(), mesh.size(), schedule, a.compute
+        )
     except CannotParallelize as refusal:
         raise AxisRefused("pipeline", refusal) from None
     a.blocks = a.context.stages.blocks
     if (experts := a.context.experts) is not None:  # others are on other stages
-        mine = {name: module for name, module in experts.named.items() if any(True for _ in module.parameters())}
+        mine = {
+            name: module
+            for name, module in experts.named.items()
+            if any(True for _ in module.parameters())
+        }
         a.context.experts = replace(experts, named=mine)
     return f"{len(a.blocks)} blocks on this stage, {schedule.style}"
 
@@ -229,7 +239,9 @@ def build_pipeline(a: Assembly) -> str | None:
     assert a.world.pipeline is not None
     meshes = () if a.world.tensor is None else (a.world.tensor,)
     schedule = schedule_of(a.run.parallel)
-    a.context.pipeline = Pipeline(a.context.stages, a.world.pipeline.get_group(), schedule, a.world.device, meshes)
+    a.context.pipeline = Pipeline(
+        a.context.stages, a.world.pipeline.get_group(), schedule, a.world.device, meshes
+    )
     a.context.pipeline.record = a.run.log.breakdown
     return None
 
@@ -248,7 +260,11 @@ def add_router_losses(a: Assembly) -> str | None:
     if a.source is None or not a.trains:
         return None
     context = a.context
-    context.loads = context.experts.loads if context.experts is not None else count_loads(a.model, a.world.device)
+    context.loads = (
+        context.experts.loads
+        if context.experts is not None
+        else count_loads(a.model, a.world.device)
+    )
     context.routing = install_routers(a.model, a.source, a.run, context.loads, a.world)
     if context.stages is not None and context.routing is not None:
         context.stages.carried = context.routing.losses
@@ -260,7 +276,9 @@ def recompute_activations(a: Assembly) -> str | None:
     if a.run.recompute != "full":
         return None
     blocks = a.blocks[: a.run.recompute_blocks]
-    inputs = BlockInputs(None, host=True, timer=a.timer) if a.run.offload.activations == "cpu" else None
+    inputs = (
+        BlockInputs(None, host=True, timer=a.timer) if a.run.offload.activations == "cpu" else None
+    )
     offloaded = len(blocks[: a.run.offload.activation_blocks]) if inputs is not None else 0
     saved = None if a.run.recompute_attention else SavedAttention()
     for number, (_, block) in enumerate(blocks):
@@ -290,7 +308,13 @@ def fully_shard_experts(a: Assembly) -> str | None:
     """Shards experts among the ranks that hold the same ones."""
     if a.context.experts is None:
         return None
-    shard_experts(a.context.experts, a.world, a.run.parallel.zero, a.run.precision, a.run.parallel.reduce_dtype)
+    shard_experts(
+        a.context.experts,
+        a.world,
+        a.run.parallel.zero,
+        a.run.precision,
+        a.run.parallel.reduce_dtype,
+    )
     return None
 
 
@@ -335,7 +359,9 @@ def install_communication(a: Assembly) -> str | None:
     if not a.trains:
         return None
     parallel = a.run.parallel
-    install_collectives(a.sharded, parallel, a.world, a.run.timeout, float8_gathers(a.run, a.world.mesh.size(1)))
+    install_collectives(
+        a.sharded, parallel, a.world, a.run.timeout, float8_gathers(a.run, a.world.mesh.size(1))
+    )
     install_overlap(a.sharded, a.comm.prefetch, not parallel.quantize_gradients, a.timer.on)
     return None if a.comm.prefetch is None else f"{a.comm.prefetch} units prefetched"
 

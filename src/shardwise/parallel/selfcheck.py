@@ -63,7 +63,12 @@ class UnshardedModel:
 
 
 def check_model(
-    sharded: CallsWhole, vocabulary: int, packing: bool, label: str, device: torch.device, documents: bool = False
+    sharded: CallsWhole,
+    vocabulary: int,
+    packing: bool,
+    label: str,
+    device: torch.device,
+    documents: bool = False,
 ) -> None:
     """Refuses a model whose logits depend on later tokens or on another document of the same sequence, or are not
     those of eager attention.
@@ -79,13 +84,25 @@ def check_model(
         # Many tokens at once: the more that leaks, the surer it shows. Half of the last document, for a model may keep
         # documents apart and still look ahead within them.
         late = 2 * length - length // 2
-        last = _logits(sharded.model, _changed(ids, slice(late, None), vocabulary), positions, device, documents)
+        last = _logits(
+            sharded.model,
+            _changed(ids, slice(late, None), vocabulary),
+            positions,
+            device,
+            documents,
+        )
         if _moved(base[:, :late], last[:, :late]):
             problem = "its predictions depend on later tokens, so it is not a causal language model"
             remedy = "use a decoder model (for BERT-like configs: is_decoder: true)"
             raise UserError("model", label, problem, remedy)
         if packing:
-            first = _logits(sharded.model, _changed(ids, slice(length), vocabulary), positions, device, documents)
+            first = _logits(
+                sharded.model,
+                _changed(ids, slice(length), vocabulary),
+                positions,
+                device,
+                documents,
+            )
             if _moved(base[:, length:], first[:, length:]):
                 problem = "this model lets packed documents see each other"
                 raise UserError("data.packing", True, problem, "set data.packing: false")
@@ -97,7 +114,9 @@ def check_model(
             if packing:
                 problem = "this model predicts something else for a packed document than for the document alone"
                 raise UserError("data.packing", True, problem, "set data.packing: false")
-            problem = "predicts something else than with eager attention, which defines what it computes"
+            problem = (
+                "predicts something else than with eager attention, which defines what it computes"
+            )
             remedy = "set attn_implementation: eager in its config, or use another version of transformers"
             raise UserError("model", label, problem, remedy)
 
@@ -105,13 +124,21 @@ def check_model(
 def check_decoder(sharded: CallsWhole, vocabulary: int, label: str, device: torch.device) -> None:
     """Refuses an encoder–decoder model whose decoder looks ahead, or does not look at the source."""
     generator = torch.Generator().manual_seed(0)
-    source, target = (torch.randint(0, vocabulary, (1, LENGTH), generator=generator) for _ in range(2))
+    source, target = (
+        torch.randint(0, vocabulary, (1, LENGTH), generator=generator) for _ in range(2)
+    )
     half = LENGTH // 2
 
     def logits(read: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
-        inputs = {"input_ids": read, "attention_mask": torch.ones_like(read), "decoder_input_ids": given}
+        inputs = {
+            "input_ids": read,
+            "attention_mask": torch.ones_like(read),
+            "decoder_input_ids": given,
+        }
         model: Any = sharded.model
-        return torch.as_tensor(model(**{k: v.to(device) for k, v in inputs.items()}, use_cache=False).logits)
+        return torch.as_tensor(
+            model(**{k: v.to(device) for k, v in inputs.items()}, use_cache=False).logits
+        )
 
     with sharded.evaluation():
         base = logits(source, target)
@@ -139,7 +166,11 @@ def without_gradient(sharded: ShardedModel, update: Update) -> str:
 
 
 def _logits(
-    model: Any, ids: torch.Tensor, positions: torch.Tensor | None, device: torch.device, documents: bool = False
+    model: Any,
+    ids: torch.Tensor,
+    positions: torch.Tensor | None,
+    device: torch.device,
+    documents: bool = False,
 ) -> torch.Tensor:
     inputs: dict[str, Any] = {"input_ids": ids.to(device)}
     if positions is not None:
@@ -182,7 +213,11 @@ def _movement(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def check_documents(
-    sharded: CallsWhole, vocabulary: int, job: ResolvedRun, device: torch.device, say: Callable[[str], None]
+    sharded: CallsWhole,
+    vocabulary: int,
+    job: ResolvedRun,
+    device: torch.device,
+    say: Callable[[str], None],
 ) -> bool:
     """Checks the model; returns whether packed rows bring their documents, or positions alone."""
     run, trouble = job.run, ""
@@ -190,7 +225,10 @@ def check_documents(
         if purpose == "seq2seq":
             check_decoder(sharded, vocabulary, job.source.label, device)
         return False
-    packing, known = bool(run.data.packing), job.source.documents  # as nn/attention/definition.py found on a tiny model
+    packing, known = (
+        bool(run.data.packing),
+        job.source.documents,
+    )  # as nn/attention/definition.py found on a tiny model
     if packing and (run.attention == "auto" and install(sharded.model) if known is None else known):
         try:
             check_model(sharded, vocabulary, True, job.source.label, device, documents=True)

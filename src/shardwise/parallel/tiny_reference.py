@@ -15,7 +15,9 @@ def alone(case: TinyCase, prepare: Callable[[Any], None] = lambda _: None) -> Lo
     `prepare` changes the model first: puts adapters on it, say.
     """
     inputs, labels = case.inputs(), case.labels()
-    rows = [{name: table[row : row + 1] for name, table in inputs.items()} for row in range(len(labels))]
+    rows = [
+        {name: table[row : row + 1] for name, table in inputs.items()} for row in range(len(labels))
+    ]
     model = case.model(attention="eager")
     prepare(model)
     routers = routers_in(model, case.config, case.task, *case.router)

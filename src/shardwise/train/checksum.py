@@ -34,7 +34,10 @@ def differing(tensors: dict[str, Any], group: dist.ProcessGroup, control: dist.P
     mine = dict(zip(names, sums(tensors[name] for name in names).tolist(), strict=True))
     ranks = dist.get_process_group_ranks(group)
     everyone = _told(mine, control)  # on the host: the devices' links may be what fails
-    odd = next((said for name in names if (said := _odd(name, {r: everyone[r].get(name) for r in ranks}))), "")
+    odd = next(
+        (said for name in names if (said := _odd(name, {r: everyone[r].get(name) for r in ranks}))),
+        "",
+    )
     return next((one for one in _told(odd, control) if one), "")
 
 

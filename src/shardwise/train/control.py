@@ -33,7 +33,12 @@ class Control:
         self._group = group
         self._alone = dist.get_world_size(group) == 1
         self._is_main = dist.get_rank(group) == 0
-        self._every = {SAVE: save_seconds, EVAL: eval_seconds, COPY: copy_seconds, PACE: pace_seconds}
+        self._every = {
+            SAVE: save_seconds,
+            EVAL: eval_seconds,
+            COPY: copy_seconds,
+            PACE: pace_seconds,
+        }
         self._since = dict.fromkeys(self._every, time.monotonic())
         self._previous: dict[int, object] = {}
         self._vote = torch.zeros(6, dtype=torch.int32)
@@ -51,7 +56,10 @@ class Control:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
@@ -63,11 +71,17 @@ class Control:
         """Casts this rank's vote."""
         self._vote[STOP] = self.signal or 0
         for what, seconds in self._every.items():
-            due = self._is_main and seconds is not None and time.monotonic() - self._since[what] >= seconds
+            due = (
+                self._is_main
+                and seconds is not None
+                and time.monotonic() - self._since[what] >= seconds
+            )
             self._vote[what] = int(due)
         self._vote[BUSY] = int(self._busy())
         if not self._alone:
-            self._work = dist.all_reduce(self._vote, dist.ReduceOp.MAX, group=self._group, async_op=True)
+            self._work = dist.all_reduce(
+                self._vote, dist.ReduceOp.MAX, group=self._group, async_op=True
+            )
 
     def end(self) -> tuple[int, bool, bool]:
         """The outcome: the signal to stop on (0 = go on), whether to save, whether to evaluate."""

@@ -54,7 +54,11 @@ def _data_lines(job: ResolvedRun) -> Iterator[str]:
     data = job.data
     if data.complete:
         held = data.total("held_out") + sum(int(one.known["documents"]) for one in data.eval)
-        learned = f", {data.total('supervised'):,} of them learned" if job.source.task in ("causal", "seq2seq") else ""
+        learned = (
+            f", {data.total('supervised'):,} of them learned"
+            if job.source.task in ("causal", "seq2seq")
+            else ""
+        )
         counts = f"{data.total('documents'):,} documents, {data.total('tokens'):,} tokens{learned}"
         yield f"data{counts}" + (f"; {held:,} held out" if held else "")
     else:
@@ -88,7 +92,13 @@ def print_plan(job: ResolvedRun, console: Console | None = None) -> None:
     shard = layout.shard
     micro = int(run.train.micro_batch_size)
     rounds = run.train.batch_size // (micro * layout.data)
-    table = Table(title="plan of the run", title_justify="left", show_header=False, box=None, padding=(0, 2, 0, 0))
+    table = Table(
+        title="plan of the run",
+        title_justify="left",
+        show_header=False,
+        box=None,
+        padding=(0, 2, 0, 0),
+    )
     table.add_column(style="bold")
     table.add_column(overflow="fold")
     for title, words in method_lines(job):
@@ -100,7 +110,9 @@ def print_plan(job: ResolvedRun, console: Console | None = None) -> None:
     for words in _data_lines(job):
         table.add_row("data" if words.startswith("data") else "", words.removeprefix("data"))
     packed = " (packed)" if run.data.packing else ""
-    sequences = f"{run.train.batch_size} sequences of up to {run.data.sequence_length} tokens{packed}"
+    sequences = (
+        f"{run.train.batch_size} sequences of up to {run.data.sequence_length} tokens{packed}"
+    )
     times = "×" if job.epochs is None else "of up to"
     table.add_row("steps", f"{run.train.steps} {times} {sequences}; {_epochs(job)}")
     table.add_row(
@@ -143,14 +155,22 @@ def print_plan(job: ResolvedRun, console: Console | None = None) -> None:
 
 
 def _nothing(layout: MeshLayout) -> str:
-    return "alone, nothing to divide" if layout.ranks == 1 else "no rank besides that has the same weights"
+    return (
+        "alone, nothing to divide"
+        if layout.ranks == 1
+        else "no rank besides that has the same weights"
+    )
 
 
 def _pipeline(run: Run, stages: int, micros: int) -> str:
     """The order of a pipeline's work, how long stages will wait for one another, and what would help."""
     schedule = schedule_of(run.parallel)
-    idle = bubble(simulate(schedule, stages, micros, lambda a: 2.0 if a.kind == "backward" else 1.0), stages)
-    advice = "; a smaller micro_batch_size or a larger batch_size makes it less" if idle > 0.25 else ""
+    idle = bubble(
+        simulate(schedule, stages, micros, lambda a: 2.0 if a.kind == "backward" else 1.0), stages
+    )
+    advice = (
+        "; a smaller micro_batch_size or a larger batch_size makes it less" if idle > 0.25 else ""
+    )
     order = run.parallel.pipeline_schedule
     return f"{order}, {micros} micro-batches through {stages} stages: {idle:.0%} of the time idle{advice}"
 
@@ -175,20 +195,29 @@ def _place(place: str, states: str) -> tuple[str, str]:
     """A place as the plan calls it, and what it adds to what is there."""
     if place == "auto":
         away = "host" if states == "cpu" else states
-        return "per rank", f"; offload.ratio: auto decides at the start how much of it goes to the {away}"
+        return (
+            "per rank",
+            f"; offload.ratio: auto decides at the start how much of it goes to the {away}",
+        )
     if place == "device":
         return "per rank", ", and activations"
     return f"per rank, {'host' if place == 'cpu' else place}", ""
 
 
-def print_account(account: tuple[KeyAccount, ...], run: Run, console: Console | None = None) -> None:
+def print_account(
+    account: tuple[KeyAccount, ...], run: Run, console: Console | None = None
+) -> None:
     """What became of each key of a DeepSpeed config, with the answers to "auto"; nothing where there is none."""
     if not account:
         return
     from shardwise.config.deepspeed import line
 
     table = Table(
-        title="DeepSpeed config, key by key", title_justify="left", show_header=False, box=None, padding=(0, 2, 0, 0)
+        title="DeepSpeed config, key by key",
+        title_justify="left",
+        show_header=False,
+        box=None,
+        padding=(0, 2, 0, 0),
     )
     table.add_column(style="bold", overflow="fold")
     table.add_column()
@@ -196,7 +225,9 @@ def print_account(account: tuple[KeyAccount, ...], run: Run, console: Console | 
     resolved = run.model_dump(mode="json")
     for entry in account:
         met, verdict, done = line(entry, resolved)
-        table.add_row(Text(met), Text(verdict, style="" if verdict == "honoured" else "dim"), Text(done))
+        table.add_row(
+            Text(met), Text(verdict, style="" if verdict == "honoured" else "dim"), Text(done)
+        )
     (console or Console()).print(table, highlight=False)
 
 
@@ -205,20 +236,31 @@ def print_result(result: Result, job: ResolvedRun, console: Console | None = Non
     console = console or Console()
     ascii_only = not (console.encoding or "").lower().startswith("utf")
     console.print(
-        terminal_curve(series_from(result.metrics), width=min(72, console.width - 4), ascii_only=ascii_only),
+        terminal_curve(
+            series_from(result.metrics), width=min(72, console.width - 4), ascii_only=ascii_only
+        ),
         highlight=False,
         markup=False,
     )
     loss = f"loss {result.loss:.4f}" if result.loss is not None else "finished already"
     held = f", evaluation loss {result.eval_loss:.4f}" if result.eval_loss is not None else ""
     seen = [record["epoch"] for record in result.metrics if record["kind"] == "train"]
-    console.print(f"done: {result.step} steps, {loss}{held}{f'; {seen[-1]:.2f} epochs' if seen else ''}")
-    talk = f"   (talk to it: shardwise chat {shlex.quote(str(job.output))})" if job.source.task == "causal" else ""
+    console.print(
+        f"done: {result.step} steps, {loss}{held}{f'; {seen[-1]:.2f} epochs' if seen else ''}"
+    )
+    talk = (
+        f"   (talk to it: shardwise chat {shlex.quote(str(job.output))})"
+        if job.source.task == "causal"
+        else ""
+    )
     console.print(f"  model    {result.model}{talk}", highlight=False)
     if (
         result.exported and result.exported != step_folder(job.output, result.step).name
     ):  # the figures above are the last step's
-        console.print(f"           of {result.exported}, the best by {job.run.checkpoint.best.metric}", highlight=False)
+        console.print(
+            f"           of {result.exported}, the best by {job.run.checkpoint.best.metric}",
+            highlight=False,
+        )
     if result.check:
         console.print(f"  check    {result.check}", highlight=False, markup=False)
     for note in result.notes:
@@ -241,13 +283,19 @@ def print_config(result: Resolution, loaded: LoadedRun) -> None:
         origin = f"auto: {reason}" if reason else loaded.origin_of(path)
         table.add_row(path, json.dumps(value, ensure_ascii=False), origin)
     console.print(table, highlight=False)
-    still_open = [p for p, v in flatten(result.run.model_dump(mode="json")) if p == "train.steps" and v is None]
+    still_open = [
+        p
+        for p, v in flatten(result.run.model_dump(mode="json"))
+        if p == "train.steps" and v is None
+    ]
     if still_open:
         console.print("train.steps follows from train.epochs once the data are read", style="dim")
     for note in loaded.notes:
         console.print(note, style="dim", highlight=False)
     for remark in remarks(result.run):
-        console.print(f"{remark.field}: {remark.problem}\n  → {remark.remedy}", style="dim", highlight=False)
+        console.print(
+            f"{remark.field}: {remark.problem}\n  → {remark.remedy}", style="dim", highlight=False
+        )
 
 
 def _named(schedule: Any) -> str:
@@ -258,7 +306,17 @@ def changed_settings(checkpoint: Path, run: Run) -> list[str]:
     """What differs from the run that wrote a checkpoint, apart from where it runs and writes."""
     before = dict(flatten(read_saved(checkpoint / "run.json")))
     now = dict(flatten(run.model_dump(mode="json")))
-    own = ("output", "resume", "ranks", "device", "backend", "log.", "timeout", "export.", "checkpoint.")
+    own = (
+        "output",
+        "resume",
+        "ranks",
+        "device",
+        "backend",
+        "log.",
+        "timeout",
+        "export.",
+        "checkpoint.",
+    )
     return [
         f"{path} {before.get(path)} → {value}"
         for path, value in now.items()

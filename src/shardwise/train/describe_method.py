@@ -22,7 +22,9 @@ def method_lines(job: ResolvedRun) -> list[tuple[str, str]]:
     model = f"{job.source.label}, {adapted.parameters / 1e6:,.1f}M parameters"
     if adapted.trainable == adapted.parameters and adapted.plan is None:
         return [("model", f"{model}, all trained")]
-    states = (4 + state_bytes(run.train)) * adapted.trainable  # the masters and what the optimizer keeps of them
+    states = (
+        4 + state_bytes(run.train)
+    ) * adapted.trainable  # the masters and what the optimizer keeps of them
     trained = f"{adapted.trainable:,} parameters are trained ({100 * adapted.share:.2g}%)"
     words = f"{trained}; their optimizer holds {states / 2**20:,.1f} MiB in all"
     rows = [("model", model), ("method", f"{_named(adapted, run)}: {words}")]
@@ -59,8 +61,18 @@ def check_same_method(folder: Path, run: Run) -> None:
     before, now = saved.get("method", {"type": "full"}), run.method.model_dump(mode="json")
     ignored = ("dropout", "adapter")
     differs = [k for k in now if k not in ignored and before.get(k) != now[k]]
-    if before["type"] != now["type"] or differs or list(saved.get("freeze", [])) != list(run.freeze):
-        what = f"method {before['type']}" if before["type"] != now["type"] else ", ".join(differs) or "another freeze"
+    if (
+        before["type"] != now["type"]
+        or differs
+        or list(saved.get("freeze", [])) != list(run.freeze)
+    ):
+        what = (
+            f"method {before['type']}"
+            if before["type"] != now["type"]
+            else ", ".join(differs) or "another freeze"
+        )
         problem = f"was saved by a run with {'other ' if differs and before['type'] == now['type'] else ''}{what}"
-        remedy = "use the same method, choose another output folder, or start afresh with resume=never"
+        remedy = (
+            "use the same method, choose another output folder, or start afresh with resume=never"
+        )
         raise UserError("resume", str(folder), problem, remedy)

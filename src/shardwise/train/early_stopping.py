@@ -40,15 +40,34 @@ class EarlyStopping:
     """Follows evaluations: `checkpoint.best` and `train.early_stopping`."""
 
     def __init__(
-        self, run: Run, position: Position, root: Path, sources: Sequence[str], figures: Sequence[str]
+        self,
+        run: Run,
+        position: Position,
+        root: Path,
+        sources: Sequence[str],
+        figures: Sequence[str],
     ) -> None:
-        self._best, self._stop, self._position = run.checkpoint.best, run.train.early_stopping, position
-        self._known = [*ALIAS, *ALWAYS, *figures, *(f"losses.{name}" for name in sources if len(sources) > 1)]
+        self._best, self._stop, self._position = (
+            run.checkpoint.best,
+            run.train.early_stopping,
+            position,
+        )
+        self._known = [
+            *ALIAS,
+            *ALWAYS,
+            *figures,
+            *(f"losses.{name}" for name in sources if len(sources) > 1),
+        ]
         if sources:
-            for field, metric in (("checkpoint.best", self._best), ("train.early_stopping.metric", self._stop)):
+            for field, metric in (
+                ("checkpoint.best", self._best),
+                ("train.early_stopping.metric", self._stop),
+            ):
                 self._check(field, metric)
         there = position.best_step is not None and step_folder(root, position.best_step).is_dir()
-        if position.best_metric != self._best.metric or not there:  # another figure, or another output folder
+        if (
+            position.best_metric != self._best.metric or not there
+        ):  # another figure, or another output folder
             position.best_value, position.best_step = None, None
         position.best_metric = self._best.metric
         if self._stop is None or position.waiting_metric != self._stop.metric:
@@ -81,5 +100,9 @@ class EarlyStopping:
         stop, position = self._stop, self._position
         if stop is None or position.waiting < stop.patience:
             return ""
-        best = "no number yet" if position.waiting_value is None else f"best {position.waiting_value:.6g}"
+        best = (
+            "no number yet"
+            if position.waiting_value is None
+            else f"best {position.waiting_value:.6g}"
+        )
         return f"stopped early: {stop.metric} has not improved for {position.waiting} evaluations ({best})"

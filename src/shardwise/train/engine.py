@@ -25,7 +25,13 @@ import torch.distributed as dist
 from pydantic import Field, ValidationError
 from torch import nn
 
-from shardwise.checkpoint.store import CheckpointStore, check_whole, choose_checkpoint, load_tensors, read_trainer
+from shardwise.checkpoint.store import (
+    CheckpointStore,
+    check_whole,
+    choose_checkpoint,
+    load_tensors,
+    read_trainer,
+)
 from shardwise.config.axes import shard_size
 from shardwise.config.combinations import axes_used, first_clash
 from shardwise.config.explain import wanted
@@ -44,7 +50,12 @@ from shardwise.optim.scaler import LossScaler
 from shardwise.parallel.offload.checkpoint_entries import masters
 from shardwise.parallel.offload.disk import DiskFolder
 from shardwise.parallel.offload.optimizer import OffloadedOptimizer
-from shardwise.parallel.offload.policy import offload_given, offloaded_share, splits_masters, store_in_bf16
+from shardwise.parallel.offload.policy import (
+    offload_given,
+    offloaded_share,
+    splits_masters,
+    store_in_bf16,
+)
 from shardwise.parallel.parallelize import parallelize
 from shardwise.parallel.zero.timed_collectives import watch_collectives
 from shardwise.parallel.zero.update import Update
@@ -59,20 +70,30 @@ class EngineConfig(Section):
 
     parallel: Parallel = Parallel()
     precision: Literal["bf16", "fp16", "fp32"] = "fp32"
-    loss_scale: LossScale = Field(LossScale(), description="loss scaling; for precision: fp16 alone")
+    loss_scale: LossScale = Field(
+        LossScale(), description="loss scaling; for precision: fp16 alone"
+    )
     gradient_accumulation_steps: Whole = Field(1, ge=1, description="micro-batches per update")
     max_grad_norm: Annotated[Number, Field(gt=0)] | None = 1.0
     learning_rate: Number = Field(
         2e-5, gt=0, description="for the default AdamW; ignored with an optimizer of your own"
     )
-    weight_decay: Number = Field(0.01, ge=0, description="for the default AdamW; ignored with an optimizer of your own")
+    weight_decay: Number = Field(
+        0.01, ge=0, description="for the default AdamW; ignored with an optimizer of your own"
+    )
     timeout: Duration = Field(600.0, gt=0, description="longest wait for another rank")
-    offload: Offload = Field(Offload(), description="what is kept off the device; AdamW alone can be")
-    breakdown: bool = Field(False, description="measure where the time goes and what moves; see engine.breakdown()")
+    offload: Offload = Field(
+        Offload(), description="what is kept off the device; AdamW alone can be"
+    )
+    breakdown: bool = Field(
+        False, description="measure where the time goes and what moves; see engine.breakdown()"
+    )
 
     def as_run(self) -> Run:
         """What `parallelize` takes: these settings as a run's, without a model and data of its own."""
-        settings = {name: getattr(self, name) for name in ("parallel", "precision", "offload", "timeout")}
+        settings = {
+            name: getattr(self, name) for name in ("parallel", "precision", "offload", "timeout")
+        }
         return Run(model=Model(name="given"), data=Data(train=(Source(path="given"),)), **settings)
 
 
@@ -80,7 +101,12 @@ class Engine:
     """A sharded model that is called like the model, and steps like an optimizer."""
 
     def __init__(
-        self, model: nn.Module, optimizer: Any, config: EngineConfig, world: World, fill: Fill | None = None
+        self,
+        model: nn.Module,
+        optimizer: Any,
+        config: EngineConfig,
+        world: World,
+        fill: Fill | None = None,
     ) -> None:
         self.config, self.world = config, world
         before = dict(model.named_parameters())
@@ -98,29 +124,45 @@ class Engine:
                 materialise(model, device)
                 fill(model)
 
-        self.sharded, _ = parallelize(model, config.as_run(), world, timer=self.timer, materialise=give_values)
+        self.sharded, _ = parallelize(
+            model, config.as_run(), world, timer=self.timer, materialise=give_values
+        )
         self.module = model
         self.optimizer = _rebuilt(optimizer, before, self.sharded.parameters, config)
         if config.offload.optimizer != "none":
             self.optimizer = self._offloaded(self.optimizer, values)
             values = {}
-        self.scaler = LossScaler(world.device.type, config.loss_scale, enabled=config.precision == "fp16")
+        self.scaler = LossScaler(
+            world.device.type, config.loss_scale, enabled=config.precision == "fp16"
+        )
         # A user may accumulate more than was said (set_gradient_accumulation_boundary), so gradients are kept in fp32.
         eager = offloaded_share(config.offload, config.precision, config.max_grad_norm)
-        self._update = Update(self.sharded, self.optimizer, self.scaler, config.max_grad_norm, eager)
+        self._update = Update(
+            self.sharded, self.optimizer, self.scaler, config.max_grad_norm, eager
+        )
         self.updates, self._micro, self._inside, self._told = 0, 0, False, 0
         self.accumulate = config.gradient_accumulation_steps
-        self.boundary: bool | None = None  # True or False: the user's own word on whether `step` updates
+        self.boundary: bool | None = (
+            None  # True or False: the user's own word on whether `step` updates
+        )
         self.grad_norm: torch.Tensor | None = None
         watch_collectives(model, self.timer)
 
-    def _offloaded(self, built: torch.optim.Optimizer, values: dict[str, torch.Tensor]) -> OffloadedOptimizer:
+    def _offloaded(
+        self, built: torch.optim.Optimizer, values: dict[str, torch.Tensor]
+    ) -> OffloadedOptimizer:
         """The same optimizer with its states (and, at stage 3, the parameters) where the config wants them."""
         config, world = self.config, self.world
         disk = None
         if "disk" in (config.offload.optimizer, config.offload.parameters):
-            disk = DiskFolder(Path(config.offload.disk or "offload").expanduser().absolute(), world.rank, world.size)
-        result = offload_given(built, config.offload, self.sharded, world.device, disk, bool(values))
+            disk = DiskFolder(
+                Path(config.offload.disk or "offload").expanduser().absolute(),
+                world.rank,
+                world.size,
+            )
+        result = offload_given(
+            built, config.offload, self.sharded, world.device, disk, bool(values)
+        )
         for name, rows in masters(result).items() if values else ():
             fill_local(self.sharded.parameters[name], values[name], rows)
         return result
@@ -164,7 +206,9 @@ class Engine:
     def breakdown(self) -> dict[str, Any]:
         """Seconds per update in each part, and what each kind of collective moved, since the last call of this."""
         if not self.timer.on:
-            raise UserError("config.breakdown", False, "nothing was measured", "initialize with breakdown: True")
+            raise UserError(
+                "config.breakdown", False, "nothing was measured", "initialize with breakdown: True"
+            )
         window = self.timer.flush(self.updates - self._told)
         self._told = self.updates
         return {"updates": window.steps, "seconds": window.breakdown(), "comms": window.comms()}
@@ -185,8 +229,14 @@ class Engine:
 
     def save(self, folder: str | Path, extra: dict[str, Any] | None = None) -> None:
         """Saves model, optimizer and whatever JSON you add, atomically, under the number of updates."""
-        store = CheckpointStore(Path(folder), keep=1 << 30, background=False, group=self.world.checkpoint)
-        trainer = {"updates": self.updates, "scaler": self.scaler.state_dict(), "extra": extra or {}}
+        store = CheckpointStore(
+            Path(folder), keep=1 << 30, background=False, group=self.world.checkpoint
+        )
+        trainer = {
+            "updates": self.updates,
+            "scaler": self.scaler.state_dict(),
+            "extra": extra or {},
+        }
         store.save(
             self.updates,
             self.tensors(),
@@ -213,7 +263,9 @@ class Engine:
 
 def initialize(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer | Callable[[list[dict[str, Any]]], torch.optim.Optimizer] | None = None,
+    optimizer: torch.optim.Optimizer
+    | Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
+    | None = None,
     config: dict[str, Any] | EngineConfig | None = None,
     fill: Fill | None = None,
 ) -> Engine:
@@ -224,13 +276,29 @@ def initialize(
     parameters are on `meta`: writes the values into its shards.
     """
     if not isinstance(model, nn.Module):
-        raise UserError("model", model, f"is a {type(model).__name__}, not a torch.nn.Module", "pass the model itself")
-    checked = config if isinstance(config, EngineConfig) else _check({} if config is None else config)
-    cuda = torch.cuda.is_available() and next(model.parameters()).device.type in ("cuda", "cpu", "meta")
+        raise UserError(
+            "model",
+            model,
+            f"is a {type(model).__name__}, not a torch.nn.Module",
+            "pass the model itself",
+        )
+    checked = (
+        config if isinstance(config, EngineConfig) else _check({} if config is None else config)
+    )
+    cuda = torch.cuda.is_available() and next(model.parameters()).device.type in (
+        "cuda",
+        "cpu",
+        "meta",
+    )
     ranks = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", 1))
     shard = shard_size(checked.parallel.zero, checked.parallel.dp_shard_size, ranks)
     if ranks % shard:
-        raise UserError("parallel.dp_shard_size", shard, f"does not divide the {ranks} ranks", "use a divisor of it")
+        raise UserError(
+            "parallel.dp_shard_size",
+            shard,
+            f"does not divide the {ranks} ranks",
+            "use a divisor of it",
+        )
     if checked.parallel.beyond_data:
         problem = "in your own loop the model is divided by ZeRO alone"
         raise UserError(
@@ -244,7 +312,9 @@ def initialize(
     if not cuda:
         _check_cpu(checked.precision)
     layout = layout_of(checked.parallel, ranks)
-    world = join_world("cuda" if cuda else "cpu", "nccl" if cuda else "gloo", checked.timeout, layout)
+    world = join_world(
+        "cuda" if cuda else "cpu", "nccl" if cuda else "gloo", checked.timeout, layout
+    )
     return Engine(model, optimizer, checked, world, fill)
 
 
@@ -255,7 +325,9 @@ def _copy_from_first(model: nn.Module) -> None:
         return
     for tensor in (*model.parameters(), *model.buffers()):
         data = tensor.detach().contiguous()
-        dist.broadcast(data.reshape(-1).view(torch.uint8), 0)  # as bytes: gloo does not know every type
+        dist.broadcast(
+            data.reshape(-1).view(torch.uint8), 0
+        )  # as bytes: gloo does not know every type
         if data.data_ptr() != tensor.data_ptr():
             tensor.copy_(data)
 
@@ -267,7 +339,12 @@ def _check_cpu(precision: str) -> None:
     for name, value in cpu_env(precision).items():
         if os.environ.get(name) != value:
             problem = "this CPU advertises instructions for it that it does not execute"
-            raise UserError("config.precision", precision, problem, f"start Python with {name}={value}, or use fp32")
+            raise UserError(
+                "config.precision",
+                precision,
+                problem,
+                f"start Python with {name}={value}, or use fp32",
+            )
 
 
 def _check(values: dict[str, Any]) -> EngineConfig:
@@ -287,19 +364,29 @@ def _check(values: dict[str, Any]) -> EngineConfig:
             remedy = f"did you mean {known[0]}?" if known else "remove it"
             raise UserError(f"config.{field}", first["input"], "unknown key", remedy) from None
         problem = f"is not accepted ({wanted(first)})"
-        raise UserError(f"config.{field}", first["input"], problem, "give a value that is") from None
+        raise UserError(
+            f"config.{field}", first["input"], problem, "give a value that is"
+        ) from None
 
 
 def _rebuilt(
-    given: Any, before: dict[str, nn.Parameter], after: dict[str, nn.Parameter], config: EngineConfig
+    given: Any,
+    before: dict[str, nn.Parameter],
+    after: dict[str, nn.Parameter],
+    config: EngineConfig,
 ) -> torch.optim.Optimizer:
     if given is None:
         return torch.optim.AdamW(
-            decay_groups(after, config.weight_decay), lr=config.learning_rate, betas=(0.9, 0.95), fused=True
+            decay_groups(after, config.weight_decay),
+            lr=config.learning_rate,
+            betas=(0.9, 0.95),
+            fused=True,
         )
     if not isinstance(given, torch.optim.Optimizer):
         built = given(decay_groups(after, config.weight_decay))
-        assert isinstance(built, torch.optim.Optimizer), "the optimizer function must return a torch optimizer"
+        assert isinstance(built, torch.optim.Optimizer), (
+            "the optimizer function must return a torch optimizer"
+        )
         return built
     if given.state:
         problem = "has stepped already, and its state belongs to the unsharded parameters"
@@ -310,6 +397,8 @@ def _rebuilt(
         missing = [p for p in group["params"] if id(p) not in names]
         if missing:
             problem = f"holds {len(missing)} tensors that are no parameters of the model"
-            raise UserError("optimizer", type(given).__name__, problem, "build it over model.parameters()")
+            raise UserError(
+                "optimizer", type(given).__name__, problem, "build it over model.parameters()"
+            )
         group["params"] = [after[names[id(p)]] for p in group["params"] if names[id(p)] in after]
     return given

@@ -40,8 +40,15 @@ class LossGuard:
     """Looks at each step's numbers as the settings ask; every rank comes to the same answer."""
 
     def __init__(self, settings: Settings, world: World, output: Path, scaled: bool) -> None:
-        self._settings, self._world, self._file, self._scaled = settings, world, output / FILE, scaled
-        self._recent: deque[tuple[float, int]] = deque(maxlen=settings.window)  # losses, and of how many units
+        self._settings, self._world, self._file, self._scaled = (
+            settings,
+            world,
+            output / FILE,
+            scaled,
+        )
+        self._recent: deque[tuple[float, int]] = deque(
+            maxlen=settings.window
+        )  # losses, and of how many units
         self._why: dict[int, str] = {}  # of the steps skipped since the last report
         self._spent = self._compared = 0
 
@@ -50,9 +57,22 @@ class LossGuard:
         until, spent = position.sequences, 0
         if self._world.is_main:
             entries = read_skipped(self._file)
-            spent = sum(entry["step"] > position.step or entry["did"] == "back" for entry in entries)
-            until = max([until, *(e["until"] for e in entries if e["did"] == "back" and e["step"] > position.step)])
-            _rewrite(self._file, [e for e in entries if e["step"] <= position.step or e["did"] == "back"])
+            spent = sum(
+                entry["step"] > position.step or entry["did"] == "back" for entry in entries
+            )
+            until = max(
+                [
+                    until,
+                    *(
+                        e["until"]
+                        for e in entries
+                        if e["did"] == "back" and e["step"] > position.step
+                    ),
+                ]
+            )
+            _rewrite(
+                self._file, [e for e in entries if e["step"] <= position.step or e["did"] == "back"]
+            )
         self._compared = position.step
         agreed = torch.tensor([until, spent])
         dist.all_reduce(agreed, dist.ReduceOp.MAX, group=self._world.control)
@@ -103,7 +123,11 @@ class LossGuard:
             return self._end(settings.nan, trouble, position)
         if settings.spike is None or settings.on_spike == "skip":
             return None
-        leaps = (f"{why} at step {r['step']}" for r in fine if (why := self._leap(r["loss"], r["supervised_tokens"])))
+        leaps = (
+            f"{why} at step {r['step']}"
+            for r in fine
+            if (why := self._leap(r["loss"], r["supervised_tokens"]))
+        )
         if why := next(leaps, ""):
             remedy = "\n  → lower train.learning_rate, or let it go back: guard.on_spike: back"
             return self._end(settings.on_spike, why + remedy, position)
@@ -131,7 +155,10 @@ class LossGuard:
         """
         assert self._settings.spike is not None
         if len(self._recent) >= min(FEWEST, self._settings.window):
-            losses, usual = [value for value, _ in self._recent], statistics.fmean(n for _, n in self._recent)
+            losses, usual = (
+                [value for value, _ in self._recent],
+                statistics.fmean(n for _, n in self._recent),
+            )
             mean, spread = statistics.fmean(losses), statistics.pstdev(losses)
             wider = math.sqrt(max(1.0, usual / max(1, units)))
             bound = mean + self._settings.spike * max(spread, 0.01 * abs(mean)) * wider
@@ -147,7 +174,9 @@ class LossGuard:
         why = trouble.split("\n")[0]
         self._note(position.step, why, "back", position.sequences)
         too_often = self._count(why)
-        return too_often or GoBack(f"{why}: going back to the last checkpoint, past the sequences since")
+        return too_often or GoBack(
+            f"{why}: going back to the last checkpoint, past the sequences since"
+        )
 
     def _count(self, why: str) -> RunFailed | None:
         self._spent += 1
@@ -163,7 +192,9 @@ class LossGuard:
     def _note(self, step: int, why: str, did: str, until: int) -> None:
         if self._world.is_main:
             with self._file.open("a") as file:
-                file.write(json.dumps({"step": step, "did": did, "why": why, "until": until}) + "\n")
+                file.write(
+                    json.dumps({"step": step, "did": did, "why": why, "until": until}) + "\n"
+                )
 
 
 def read_skipped(file: Path) -> list[dict[str, Any]]:

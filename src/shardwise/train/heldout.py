@@ -57,7 +57,8 @@ def summed_losses(
         turn = rounds[first : first + together]
         # A rank without a sequence still takes part (the forward is collective) but counts nothing.
         batches = [
-            loader.collate([loader.sequence(i) for i in mine] or [loader.sequence(0)]).to(device) for mine in turn
+            loader.collate([loader.sequence(i) for i in mine] or [loader.sequence(0)]).to(device)
+            for mine in turn
         ]
         losses = several(batches) if several else [objective(model, batch) for batch in batches]
         for mine, loss in zip(turn, losses, strict=bool(losses)):
@@ -79,7 +80,11 @@ def evaluation_of(sums: torch.Tensor, objective: Objective, names: list[str]) ->
     loss, figures = total / max(units, 1), objective.figures
     means = {name: value / max(units, 1) for name, value in zip(figures, others, strict=False)}
     # Of the tokens alone: the loss may have more in it (routers').
-    told = {"perplexity": math.exp(min(means.get("cross_entropy", loss), 50))} if objective.of_tokens else {}
+    told = (
+        {"perplexity": math.exp(min(means.get("cross_entropy", loss), 50))}
+        if objective.of_tokens
+        else {}
+    )
     told |= means
     told |= told_by_source(names, others[len(figures) :], [int(n) for n in counts[len(figures) :]])
     return Evaluation(loss, told)

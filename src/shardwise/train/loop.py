@@ -34,7 +34,9 @@ def fit(state: TrainState, join: Callable[[TrainState], NoSync] = no_sync) -> Ou
 
             with session.profiling.step(step + 1, batch.tokens):
                 loss = accumulate(state, batch)
-                if not state.context.counts:  # another rank has the same loss, or this stage has none
+                if (
+                    not state.context.counts
+                ):  # another rank has the same loss, or this stage has none
                     loss = torch.zeros_like(loss)
                 session.report.first_gradients(state)
                 norm = session.update(step, batch, loss)
@@ -87,7 +89,12 @@ def accumulate(state: TrainState, batch: StepBatch) -> torch.Tensor:
 
 def evaluate(state: TrainState) -> Evaluation:
     """The loss over the held-out sequences, the same on every rank."""
-    loader, world, objective, context = state.eval_loader, state.world, state.objective, state.context
+    loader, world, objective, context = (
+        state.eval_loader,
+        state.world,
+        state.objective,
+        state.context,
+    )
     assert loader is not None
     model, micro = state.sharded.model, int(state.job.run.train.micro_batch_size)
     with state.sharded.evaluation():

@@ -55,12 +55,22 @@ class Meter:
         self._flops_per_token, self._peak = flops_per_token, peak
         self._sources, self._figures = tuple(sources), tuple(figures)
 
-    def add(self, step: int, rate: float, loss: torch.Tensor, norm: torch.Tensor, batch: Any) -> None:
+    def add(
+        self, step: int, rate: float, loss: torch.Tensor, norm: torch.Tensor, batch: Any
+    ) -> None:
         """Notes a finished step, its loss as the objective sums it (Loss.sums); no waiting."""
         self._first_step = step if self._first_step is None else self._first_step
         self._pending.append(
             _Pending(
-                step, rate, loss, norm, batch.supervised, batch.tokens, batch.epoch, batch.sequences, batch.by_source
+                step,
+                rate,
+                loss,
+                norm,
+                batch.supervised,
+                batch.tokens,
+                batch.epoch,
+                batch.sequences,
+                batch.by_source,
             )
         )
 
@@ -88,11 +98,15 @@ class Meter:
         now = time.monotonic()
         speed = sum(p.tokens for p in self._pending) / max(now - self._last, 1e-9)
         self._last = now
-        per_step = (now - self._started - self._away) / (self._pending[-1].step - (self._first_step or 0) + 1)
+        per_step = (now - self._started - self._away) / (
+            self._pending[-1].step - (self._first_step or 0) + 1
+        )
         memory = device_memory(self._device, self._group)
         mfu = speed * self._flops_per_token / self._peak if self._peak else None
         records = []
-        for entry, (loss, *parts), norm in zip(self._pending, losses.tolist(), norms.tolist(), strict=True):
+        for entry, (loss, *parts), norm in zip(
+            self._pending, losses.tolist(), norms.tolist(), strict=True
+        ):
             records.append(
                 {
                     "kind": "train",
@@ -111,19 +125,27 @@ class Meter:
                     "eta_seconds": round(per_step * (self.total - entry.step - 1), 1),
                 }
                 | memory
-                | {name: value / max(1, entry.supervised) for name, value in zip(self._figures, parts, strict=False)}
+                | {
+                    name: value / max(1, entry.supervised)
+                    for name, value in zip(self._figures, parts, strict=False)
+                }
                 | told_by_source(self._sources, parts[len(self._figures) :], entry.by_source)
             )
         self._pending = []
         return records
 
 
-def told_by_source(names: Sequence[str], sums: Sequence[float], counts: Sequence[int]) -> dict[str, Any]:
+def told_by_source(
+    names: Sequence[str], sums: Sequence[float], counts: Sequence[int]
+) -> dict[str, Any]:
     """Loss and learned tokens of each source that has any, for a record; nothing where there is but one source."""
     if len(names) < 2:
         return {}
     there = [(n, s, c) for n, s, c in zip(names, sums, counts, strict=True) if c]
-    return {"losses": {n: s / c for n, s, c in there}, "supervised_by_source": {n: c for n, _, c in there}}
+    return {
+        "losses": {n: s / c for n, s, c in there},
+        "supervised_by_source": {n: c for n, _, c in there},
+    }
 
 
 def memory_now(device: torch.device) -> int:

@@ -15,7 +15,9 @@ class NoSync:
         """Whether this step ends with a synchronisation: never."""
         return False
 
-    def meet(self, last: bool, stopping: Callable[[], bool], tell: Callable[[str], None]) -> dict[str, Any]:
+    def meet(
+        self, last: bool, stopping: Callable[[], bool], tell: Callable[[str], None]
+    ) -> dict[str, Any]:
         """Synchronises; never called here."""
         raise AssertionError("there are no other workers")
 

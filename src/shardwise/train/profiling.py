@@ -32,7 +32,11 @@ class Profiling:
         self._folder, self._active = job.output / "profile", False
         late = sorted(step for step in self._steps if step > total)
         steps = ", ".join(map(str, late))
-        self._told = [f"not profiled, since the run ends after {total} steps: {steps} (log.profile)"] if late else []
+        self._told = (
+            [f"not profiled, since the run ends after {total} steps: {steps} (log.profile)"]
+            if late
+            else []
+        )
 
     @contextmanager
     def step(self, number: int, tokens: int) -> Iterator[None]:
@@ -58,7 +62,10 @@ class Profiling:
             summary = self._folder / f"step-{number:08d}.txt"
             text = in_words(self._job, recorded.profile, tokens, self._world)
             summary.write_text(text)
-            self._told = [f"step {number} under the profiler: {summary}, {trace}", *text.splitlines()]
+            self._told = [
+                f"step {number} under the profiler: {summary}, {trace}",
+                *text.splitlines(),
+            ]
 
     def update(self) -> AbstractContextManager[Any]:
         """Around the update, within a step."""
@@ -80,7 +87,9 @@ def in_words(job: ResolvedRun, found: StepProfile, tokens: int, world: World) ->
     memory = torch.cuda.max_memory_allocated(world.device) if cuda else None
     room = torch.cuda.get_device_properties(world.device).total_memory if cuda else None
     device = torch.cuda.get_device_name(world.device) if cuda else "CPU"
-    speed = Speed(found.whole or 1e-9, tokens, None, memory, room, device, world.size, world.rank, found)
+    speed = Speed(
+        found.whole or 1e-9, tokens, None, memory, room, device, world.size, world.rank, found
+    )
     page = Console(file=io.StringIO(), width=110)
     show_profile(speed, advise(job.run, speed), page)
     text: str = page.file.getvalue()  # type: ignore[attr-defined]

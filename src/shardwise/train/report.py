@@ -49,12 +49,17 @@ class TrainReport:
                 self._file.append(record)
             self._progress = Progress(total, state.position.step, run.log.refresh)
             self._trackers = Trackers(
-                openers_of(run.log.trackers), state.job.output, run.model_dump(mode="json"), state.position.step
+                openers_of(run.log.trackers),
+                state.job.output,
+                run.model_dump(mode="json"),
+                state.position.step,
             )
             self._timer, self._told_at = state.timer, -math.inf
             device = state.world.device
             cuda = device.type == "cuda"
-            self._memory = MemoryWatch(torch.cuda.get_device_properties(device).total_memory if cuda else 0)
+            self._memory = MemoryWatch(
+                torch.cuda.get_device_properties(device).total_memory if cuda else 0
+            )
 
     def __enter__(self) -> TrainReport:
         self._host.__enter__()

@@ -41,7 +41,10 @@ class Start:
 
 
 def find_start(
-    resume: str, root: Path, copies: MemoryCheckpoints | NoMemoryCheckpoints, group: dist.ProcessGroup
+    resume: str,
+    root: Path,
+    copies: MemoryCheckpoints | NoMemoryCheckpoints,
+    group: dist.ProcessGroup,
 ) -> Start:
     """Chooses and verifies, the ranks together; raises UserError where what is there cannot be gone on from."""
     if resume != "auto":
@@ -78,14 +81,18 @@ def _as_main_sees(root: Path, group: dist.ProcessGroup) -> list[Path]:
 
 
 def _in_memory(
-    copies: MemoryCheckpoints | NoMemoryCheckpoints, beyond: Path | None, damaged: tuple[Damaged, ...]
+    copies: MemoryCheckpoints | NoMemoryCheckpoints,
+    beyond: Path | None,
+    damaged: tuple[Damaged, ...],
 ) -> Start | None:
     """A copy in memory that is newer than this checkpoint."""
     step = step_of(beyond) if beyond is not None else None
     found = copies.find(beyond=-1 if step is None else step)
     if found is None:
         return None
-    return Start(found.folder, copies.reader(found), f"the copy of step {found.step} in memory", damaged)
+    return Start(
+        found.folder, copies.reader(found), f"the copy of step {found.step} in memory", damaged
+    )
 
 
 def told(start: Start, step: int) -> list[str]:

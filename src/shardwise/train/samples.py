@@ -42,7 +42,8 @@ def written(state: TrainState, prompts: tuple[str, ...], tokens: int, chat: bool
     """The most likely answers to the prompts, the same on every rank."""
     tokenizer, model = state.job.tokenizer, state.sharded.model
     asked = [
-        prompt_ids(tokenizer, [{"role": "user", "content": p}]) if chat else text_ids(tokenizer, p) for p in prompts
+        prompt_ids(tokenizer, [{"role": "user", "content": p}]) if chat else text_ids(tokenizer, p)
+        for p in prompts
     ]
     limit = context_length(model) or state.job.run.data.sequence_length
     asked = [ids[-max(1, limit - tokens) :] or [state.job.pad_id] for ids in asked]
@@ -57,7 +58,9 @@ def written(state: TrainState, prompts: tuple[str, ...], tokens: int, chat: bool
     with state.sharded.evaluation(), fast_attention(device), as_written(state.job.run.compiled):
         for _ in range(min(tokens, width - longest)):
             logits = torch.as_tensor(model(input_ids=rows.to(device), use_cache=False).logits)
-            chosen = logits[torch.arange(len(asked)), (ends - 1).to(device)].float().argmax(-1).cpu()
+            chosen = (
+                logits[torch.arange(len(asked)), (ends - 1).to(device)].float().argmax(-1).cpu()
+            )
             dist.broadcast(chosen, group=state.world.control, group_src=0)
             open_ &= torch.tensor([int(token) not in stops for token in chosen])
             rows[torch.arange(len(asked))[open_], ends[open_]] = chosen[open_]

@@ -81,9 +81,16 @@ class Session:
         self._early = early_stopping_of(state)
         forget_samples_after(state)
         timed = (run.checkpoint.every, run.train.eval_every, run.checkpoint.memory)
-        save_seconds, eval_seconds, copy_seconds = (every.seconds if every else None for every in timed)
+        save_seconds, eval_seconds, copy_seconds = (
+            every.seconds if every else None for every in timed
+        )
         self._control = Control(
-            state.world.control, save_seconds, eval_seconds, copy_seconds, EVERY, lambda: state.copies.busy
+            state.world.control,
+            save_seconds,
+            eval_seconds,
+            copy_seconds,
+            EVERY,
+            lambda: state.copies.busy,
         )
         self._pace = Pace(state.world.control, state.timer)
         self.profiling = Profiling(job, state.world, self.total)
@@ -179,7 +186,9 @@ class Session:
         self.state.status.set("meeting the other workers")
         with self.state.meter.paused():
             record = self.sync.meet(
-                due.last, lambda: self._control.signal is not None, lambda words: self.report.noted([words])
+                due.last,
+                lambda: self._control.signal is not None,
+                lambda words: self.report.noted([words]),
             )
             self.report.met(record)
         last = self.state.position.step >= self.total
@@ -220,13 +229,19 @@ class Session:
         self.report.ending("the last checkpoint is being written")
         state.store.wait()
         state.copies.close()
-        outcome = Outcome(state.position.step, self.loss, self.eval_loss, self.stop, self._early.enough)
+        outcome = Outcome(
+            state.position.step, self.loss, self.eval_loss, self.stop, self._early.enough
+        )
         if not self.stop and state.world.is_main:
             state.status.set("exporting")
             self.report.ended(outcome.early)
             self.report.ending("the model is being exported, and compared with the trained one")
             best = state.position.best_step if state.job.run.export.checkpoint == "best" else None
-            finish(state, outcome, step_folder(state.store.root, state.position.step if best is None else best))
+            finish(
+                state,
+                outcome,
+                step_folder(state.store.root, state.position.step if best is None else best),
+            )
         dist.barrier(group=state.world.checkpoint)
         return outcome
 
@@ -281,18 +296,33 @@ def finish(state: TrainState, outcome: Outcome, checkpoint: Path) -> None:
     write_data(job)
     export = job.run.export
     trust = job.run.model.trust_remote_code
-    options = ExportOptions(export.dtype, export.shard_size, overwrite=True, verified=True, trust=trust)
+    options = ExportOptions(
+        export.dtype, export.shard_size, overwrite=True, verified=True, trust=trust
+    )
     exported = export_folder(checkpoint, target, options, check=export.check, most=SOON)
     if export.merged:
         options = replace(options, merged=True)
-        exported = export_folder(checkpoint, job.output / "merged", options, check=export.check, most=SOON)
+        exported = export_folder(
+            checkpoint, job.output / "merged", options, check=export.check, most=SOON
+        )
     records = read_metrics(job.output / "metrics.jsonl")
-    write_curve_html(job.output / "loss.html", records, f"{job.source.label}: loss", str(job.output))
+    write_curve_html(
+        job.output / "loss.html", records, f"{job.source.label}: loss", str(job.output)
+    )
     # From the records, not the outcome: a run that was finished before has no losses of its own.
     losses = {record["kind"]: record["loss"] for record in records if "loss" in record}
-    summary = {"step": outcome.step, "loss": losses.get("train"), "eval_loss": losses.get("eval"), "model": str(target)}
+    summary = {
+        "step": outcome.step,
+        "loss": losses.get("train"),
+        "eval_loss": losses.get("eval"),
+        "model": str(target),
+    }
     summary |= {"check": exported.checked, "notes": list(exported.notes)}
-    summary |= {"foresight": beside_prediction(job.output, job.source.label, records, job.run.train.batch_size)}
+    summary |= {
+        "foresight": beside_prediction(
+            job.output, job.source.label, records, job.run.train.batch_size
+        )
+    }
     summary |= {"seconds": round(state.meter.seconds, 1), "tokens": state.position.tokens}
     summary |= {"ended": outcome.early or "all steps done", "exported": checkpoint.name}
     (job.output / "result.json").write_text(json.dumps(summary, indent=1))

@@ -21,7 +21,13 @@ from shardwise.data.loader import Loader
 from shardwise.distributed.lazy_rows import Rows
 from shardwise.distributed.mesh import World
 from shardwise.nn.adapters.fill import fill_adapters
-from shardwise.nn.models.build import build_on_meta, fill_random, find_blocks, materialise, vocabulary_size
+from shardwise.nn.models.build import (
+    build_on_meta,
+    fill_random,
+    find_blocks,
+    materialise,
+    vocabulary_size,
+)
 from shardwise.nn.models.weights import load_weights, new_parameters
 from shardwise.nn.objective import Objective
 from shardwise.objectives.make import make_objective
@@ -75,7 +81,9 @@ class TrainState:
     context: ParallelContext
     timer: Timer = OFF
     copies: MemoryCheckpoints | NoMemoryCheckpoints = field(default_factory=NoMemoryCheckpoints)
-    damaged: list[dict[str, Any]] = field(default_factory=list)  # checkpoints that were put aside, as records
+    damaged: list[dict[str, Any]] = field(
+        default_factory=list
+    )  # checkpoints that were put aside, as records
 
 
 def build_model(
@@ -91,7 +99,9 @@ def build_model(
     `choose` decides how parameters travel, else the settings do. `say` gets a line for each step of the assembly.
     """
     model = build_on_meta(job.source)
-    sharded, context = parallelize(model, job.run, world, job.source, timer, give_memory, choose, say)
+    sharded, context = parallelize(
+        model, job.run, world, job.source, timer, give_memory, choose, say
+    )
     model.train()
     return sharded, context
 
@@ -109,7 +119,11 @@ def fill_model(job: ResolvedRun, sharded: ShardedModel, through: Mapping[str, Ro
 
 
 def build_optimizer(
-    job: ResolvedRun, world: World, sharded: ShardedModel, disk: DiskFolder, say: Callable[[str], None] = lambda _: None
+    job: ResolvedRun,
+    world: World,
+    sharded: ShardedModel,
+    disk: DiskFolder,
+    say: Callable[[str], None] = lambda _: None,
 ) -> torch.optim.Optimizer:
     """The optimizer over the sharded parameters, its states where the run wants them."""
     run = job.run
@@ -136,7 +150,11 @@ def build_state(
     if world.is_main:
         _write_assembly(job.output, steps)
     optimizer = build_optimizer(job, world, sharded, disk, say)
-    fill_model(job, sharded, masters(optimizer, sharded.model) if isinstance(optimizer, OffloadedOptimizer) else {})
+    fill_model(
+        job,
+        sharded,
+        masters(optimizer, sharded.model) if isinstance(optimizer, OffloadedOptimizer) else {},
+    )
 
     status.set("checking the model")
     asked: CallsWhole = sharded if context.tiny is None else UnshardedModel(context.tiny)
@@ -166,9 +184,13 @@ def build_state(
     )  # fmt: skip
     loader = job.loader()
     with as_written(run.compiled):
-        objective = make_objective(job, world, sharded, documents, asked, say, context.router_losses)
+        objective = make_objective(
+            job, world, sharded, documents, asked, say, context.router_losses
+        )
     meter = _meter(job, world, sharded, position, loader.names, objective.figures)
-    watch_collectives(sharded.model, timer)  # last, around whatever the steps above put in the place of FSDP's own
+    watch_collectives(
+        sharded.model, timer
+    )  # last, around whatever the steps above put in the place of FSDP's own
     damaged = records(start, position.step) if start.folder is not None else []
     return TrainState(
         job, world, sharded, objective, optimizer, scaler, update, loader, job.eval_loader(), store,
@@ -190,14 +212,18 @@ def _write_assembly(output: Path, steps: list[str]) -> None:
     (logs / "assembly.log").write_text("".join(f"{line}\n" for line in steps))
 
 
-def _check_model(job: ResolvedRun, asked: CallsWhole, context: ParallelContext, say: Callable[[str], None]) -> bool:
+def _check_model(
+    job: ResolvedRun, asked: CallsWhole, context: ParallelContext, say: Callable[[str], None]
+) -> bool:
     """Checks the built model by its own definition; returns whether packed rows bring their documents."""
     run = job.run
     vocabulary = vocabulary_size(asked.model)
     with explain_divided(given(run.parallel).bucket), as_written(run.compiled):
         documents = check_documents(asked, vocabulary, job, asked.device, say)
     if not (documents or run.recompute_attention):
-        problem = "keeps what our own attention made, but this model's or this objective's is another"
+        problem = (
+            "keeps what our own attention made, but this model's or this objective's is another"
+        )
         raise UserError("recompute_attention", False, problem, "leave it out")
     if not run.recompute_attention:
         say("attention of recomputed blocks is kept, in rows that are one document")
@@ -206,7 +232,9 @@ def _check_model(job: ResolvedRun, asked: CallsWhole, context: ParallelContext, 
     return documents
 
 
-def _memory_checkpoints(run: Run, world: World, root: Path) -> MemoryCheckpoints | NoMemoryCheckpoints:
+def _memory_checkpoints(
+    run: Run, world: World, root: Path
+) -> MemoryCheckpoints | NoMemoryCheckpoints:
     if world.copies is None:
         return NoMemoryCheckpoints()
     return MemoryCheckpoints(root, world.copies, afresh=run.resume != "auto")
@@ -219,7 +247,9 @@ def _resume(
     """The position to train from; with a checkpoint, parameters and optimizer states are loaded from it."""
     if start.folder is None:
         return Position()
-    position = restore(start.folder, sharded, optimizer, job.data.fingerprint, world.checkpoint, start.reader)
+    position = restore(
+        start.folder, sharded, optimizer, job.data.fingerprint, world.checkpoint, start.reader
+    )
     for line in told(start, position.step):
         say(line)
     return position
@@ -235,11 +265,15 @@ def _report_start(
         return
     last = job.last_step(position.step, position.sequences)
     if position.step < last:
-        say(f"going on from {start.place or f'{folder} (step {position.step})'}{copies.lost_note(position.step)}")
+        say(
+            f"going on from {start.place or f'{folder} (step {position.step})'}{copies.lost_note(position.step)}"
+        )
         for change in changed_settings(folder, run):
             say(f"changed since then: {change}")
         return
-    end = f"train.steps is {last}" if job.epochs is None else f"train.epochs is {run.train.epochs:g}"
+    end = (
+        f"train.steps is {last}" if job.epochs is None else f"train.epochs is {run.train.epochs:g}"
+    )
     say(f"nothing is left to train: {folder} is at step {position.step}, {end}")
 
 
@@ -248,7 +282,9 @@ def check_divided_rows(context: Context, packing: bool, say: Callable[[str], Non
     found = context.findings
     if packing and not found.packed:
         problem = f"packed documents cannot be divided over ranks by this model ({found.trouble})"
-        raise UserError("data.packing", True, problem, "set data.packing: false, or parallel.context: 1")
+        raise UserError(
+            "data.packing", True, problem, "set data.packing: false, or parallel.context: 1"
+        )
     if found.whole:
         named = ", ".join(sorted(found.whole))
         say(f"context: {named} mix positions by their own code and get whole rows on every rank")
@@ -272,5 +308,10 @@ def _meter(
     )  # fmt: skip
     name = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else ""
     peak = peak_flops(name, job.run.precision) if name else None
-    total, total_peak = job.last_step(position.step, position.sequences), peak * world.size if peak else None
-    return Meter(world.control, world.device, total, position.seconds, work, total_peak, sources, figures)
+    total, total_peak = (
+        job.last_step(position.step, position.sequences),
+        peak * world.size if peak else None,
+    )
+    return Meter(
+        world.control, world.device, total, position.seconds, work, total_peak, sources, figures
+    )

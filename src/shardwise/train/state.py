@@ -46,7 +46,9 @@ class Position:
     waiting_value: float | None = None
     waiting_metric: str | None = None
     scaler: dict[str, Any] = field(default_factory=dict)
-    apart: dict[str, int] = field(default_factory=dict)  # round of the last meeting, and learned tokens up to it
+    apart: dict[str, int] = field(
+        default_factory=dict
+    )  # round of the last meeting, and learned tokens up to it
     fp32: list[str] = field(default_factory=list)  # tensors, as patterns, that exports keep in fp32
 
     def advance(self, batch: StepBatch) -> None:
@@ -67,9 +69,15 @@ def tensors_of(sharded: ShardedModel, optimizer: torch.optim.Optimizer) -> dict[
     if kept is None:
         result: dict[str, Any] = {f"model.{n}": p for n, p in model.named_parameters()}
     else:
-        result = {f"model.{n}": p for n, p in model.named_parameters(remove_duplicate=False) if n in kept}
+        result = {
+            f"model.{n}": p for n, p in model.named_parameters(remove_duplicate=False) if n in kept
+        }
     persistent = model.state_dict().keys()
-    result |= {f"model.{n}": b for n, b in model.named_buffers() if n in persistent and (not kept or n in kept)}
+    result |= {
+        f"model.{n}": b
+        for n, b in model.named_buffers()
+        if n in persistent and (not kept or n in kept)
+    }
     if isinstance(optimizer, OffloadedOptimizer):
         return result | entries(optimizer, model if kept is None else None)
     for name, parameter in sharded.parameters.items():
@@ -82,7 +90,11 @@ def write_model(folder: Path, model: Any, job: ResolvedRun) -> None:
     """Config, generation settings and tokenizer, as those who load the trained model should find them."""
     # The defaults of a fresh config are token ids of some other vocabulary.
     given, kinds = job.run.model.config, ("bos", "eos", "pad")
-    names = [] if given is None else [f"{kind}_token_id" for kind in kinds if f"{kind}_token_id" not in given]
+    names = (
+        []
+        if given is None
+        else [f"{kind}_token_id" for kind in kinds if f"{kind}_token_id" not in given]
+    )
     ids = {name: getattr(job.tokenizer, name) for name in names}
     config = _config(model, job)
     # Not the id for padding: an embedding would leave its row out of further training.
@@ -95,7 +107,9 @@ def write_model(folder: Path, model: Any, job: ResolvedRun) -> None:
         shutil.copy(original, folder)
     elif getattr(model, "generation_config", None) is not None:
         generation = copy.deepcopy(model.generation_config)
-        generation.update(use_cache=True, **ids)  # it was made from a config that training had told to use no cache
+        generation.update(
+            use_cache=True, **ids
+        )  # it was made from a config that training had told to use no cache
         generation.save_pretrained(folder)
     job.tokenizer.save_pretrained(folder)
     write_fingerprint(folder, job.tokenizer)
@@ -111,9 +125,17 @@ def _config(model: Any, job: ResolvedRun) -> dict[str, Any]:
     name, raw = class_name(model), raw_config(job.source)
     if raw is None:
         given = job.run.model.config or {}
-        dtype = str(given.get("dtype") or given.get("torch_dtype") or "float32").removeprefix("torch.")
-        own = {"architectures": [name], "dtype": dtype, "use_cache": bool(given.get("use_cache", True))}
-        return {key: value for key, value in model.config.to_dict().items() if key != "_name_or_path"} | own
+        dtype = str(given.get("dtype") or given.get("torch_dtype") or "float32").removeprefix(
+            "torch."
+        )
+        own = {
+            "architectures": [name],
+            "dtype": dtype,
+            "use_cache": bool(given.get("use_cache", True)),
+        }
+        return {
+            key: value for key, value in model.config.to_dict().items() if key != "_name_or_path"
+        } | own
     raw.pop("quantization_config", None)
     if not same_class(job.source, raw) or not raw.get("architectures"):
         raw["architectures"] = [name]

@@ -15,7 +15,11 @@ class Status:
     """Overwrites one short line in place: a step and an activity."""
 
     def __init__(self, file: Path | None) -> None:
-        self._handle = os.open(file, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o644) if file is not None else None
+        self._handle = (
+            os.open(file, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o644)
+            if file is not None
+            else None
+        )
         self.step, self.doing = 0, "starting"
         self.set("starting")
 

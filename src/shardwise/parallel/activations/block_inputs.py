@@ -89,7 +89,12 @@ class BlockInputs:
             return tensor
         # The same tensor may go into many blocks (an encoder's output): it is put away once.
         look = (version_of(tensor), tensor.storage_offset(), tensor.shape, tensor.stride())
-        if (seen := self._memo.get(key)) and seen[1] == look and not seen[0].expired() and (kept := seen[2]()):
+        if (
+            (seen := self._memo.get(key))
+            and seen[1] == look
+            and not seen[0].expired()
+            and (kept := seen[2]())
+        ):
             kept.users += 1
             return kept
         flat = tensor.reshape(-1)
@@ -117,7 +122,9 @@ class BlockInputs:
             assert part is not None
             if self._host and kept.before and (before := kept.before()):
                 self._host.fetch(before)
-            whole = (self._gather(part) if self._group else part)[: math.prod(kept.shape)].view(kept.shape)
+            whole = (self._gather(part) if self._group else part)[: math.prod(kept.shape)].view(
+                kept.shape
+            )
         kept.whole = whole if kept.users > 0 else None
         return whole
 
@@ -172,7 +179,12 @@ class _Kept:
     """One input put away: what it looked like, and its slice on the device (near) or the host (far)."""
 
     def __init__(self, tensor: torch.Tensor, numel: int, before: weakref.ref[_Kept] | None) -> None:
-        self.shape, self.dtype, self.device, self.numel = tensor.shape, tensor.dtype, tensor.device, numel
+        self.shape, self.dtype, self.device, self.numel = (
+            tensor.shape,
+            tensor.dtype,
+            tensor.device,
+            numel,
+        )
         self.before, self.users = before, 1
         self.whole: torch.Tensor | None = None
         self.near: torch.Tensor | None = None
@@ -194,7 +206,9 @@ class _HostBuffers:
 
     def __init__(self, timer: Timer) -> None:
         self._timer = timer
-        self._free: list[tuple[torch.Tensor, Any]] = []  # bytes, and the event after which they may be overwritten
+        self._free: list[
+            tuple[torch.Tensor, Any]
+        ] = []  # bytes, and the event after which they may be overwritten
         self._out: torch.cuda.Stream | None = None
         self._in: torch.cuda.Stream | None = None
         self._leaving: _Kept | None = None
@@ -283,7 +297,9 @@ class _HostBuffers:
         """An input that nobody needs any more: its buffer serves another."""
         if kept.buffer is None:
             return
-        if kept.near is not None and kept.arrived is not None and kept.stream is not None:  # fetched for nothing
+        if (
+            kept.near is not None and kept.arrived is not None and kept.stream is not None
+        ):  # fetched for nothing
             kept.stream.wait_event(kept.arrived)
         self._free.append((kept.buffer, kept.arrived or kept.left))
 

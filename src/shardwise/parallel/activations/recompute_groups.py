@@ -29,7 +29,10 @@ from shardwise.parallel.activations.saved_attention import SavedAttention, Saved
 
 
 def keep_one_of(
-    blocks: Sequence[tuple[str, nn.Module]], size: int, inputs: BlockInputs | None, kept: SavedAttention | None = None
+    blocks: Sequence[tuple[str, nn.Module]],
+    size: int,
+    inputs: BlockInputs | None,
+    kept: SavedAttention | None = None,
 ) -> None:
     """Keeps the input of one block in `size`; before sharding.
 
@@ -45,7 +48,12 @@ class _Call:
     """What a block was called with besides its input, and the state of the random numbers then."""
 
     def __init__(self, block: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._block, self._rest, self._kwargs, self._learns = block, args[1:], kwargs, args[0].requires_grad
+        self._block, self._rest, self._kwargs, self._learns = (
+            block,
+            args[1:],
+            kwargs,
+            args[0].requires_grad,
+        )
         self._cpu = None if stands_in() else torch.get_rng_state()
         self._devices, self._states = get_device_states(args[0])
         self.attention: SavedCalls | None = None  # where it was kept
@@ -56,12 +64,16 @@ class _Call:
         With a gradient, so that the same compiled code computes it, but nothing is kept for one.
         """
         nothing = saved_tensors_hooks(lambda _: None, lambda _: torch.empty(0))
-        attention = self.attention.again(last=False) if self.attention is not None else nullcontext()
+        attention = (
+            self.attention.again(last=False) if self.attention is not None else nullcontext()
+        )
         with torch.random.fork_rng(self._devices), torch.enable_grad(), nothing, attention:
             if self._cpu is not None:
                 torch.set_rng_state(self._cpu)
             set_device_states(self._devices, self._states)
-            out = self._block.forward(x.detach().requires_grad_(self._learns), *self._rest, **self._kwargs)
+            out = self._block.forward(
+                x.detach().requires_grad_(self._learns), *self._rest, **self._kwargs
+            )
         return _first(out).detach()
 
 
@@ -93,7 +105,9 @@ class _Derived:
 
 
 class _Group:
-    def __init__(self, members: list[nn.Module], inputs: BlockInputs | None, kept: SavedAttention | None) -> None:
+    def __init__(
+        self, members: list[nn.Module], inputs: BlockInputs | None, kept: SavedAttention | None
+    ) -> None:
         self._inputs, self._kept = inputs, kept
         self._way: _GroupForward | None = None
         self._output: StorageWeakRef | None = None  # of the block before
@@ -141,7 +155,11 @@ class _Group:
         return leave
 
     def _pack(self, tensor: torch.Tensor) -> Any:
-        if self._way is None or self._output is None or StorageWeakRef(tensor.untyped_storage()) != self._output:
+        if (
+            self._way is None
+            or self._output is None
+            or StorageWeakRef(tensor.untyped_storage()) != self._output
+        ):
             return tensor
         return _Derived(self._way, self._number)
 

@@ -56,7 +56,9 @@ class SavedCalls:
 
     def __init__(self, inputs: BlockInputs | None) -> None:
         self.inputs = inputs
-        self.made: list[tuple[Any, torch.Tensor] | None] = []  # by tokens, or put away; and the sums
+        self.made: list[
+            tuple[Any, torch.Tensor] | None
+        ] = []  # by tokens, or put away; and the sums
 
     @contextmanager
     def again(self, last: bool) -> Iterator[None]:

@@ -76,12 +76,25 @@ class AttentionBlock:
     """One piece: forward gives output and log-sum-exp, both wide; backward the gradients of q, k and v, wide."""
 
     def __init__(
-        self, piece: KeyPiece, layout: SequenceLayout, rule: VisibilityRule, scores: Scores, seed: int
+        self,
+        piece: KeyPiece,
+        layout: SequenceLayout,
+        rule: VisibilityRule,
+        scores: Scores,
+        seed: int,
     ) -> None:
-        self.piece, self.layout, self.rule, self.scores, self.seed = piece, layout, rule, scores, seed
+        self.piece, self.layout, self.rule, self.scores, self.seed = (
+            piece,
+            layout,
+            rule,
+            scores,
+            seed,
+        )
         self._state: list[Any] = []  # what a CUDA kernel's backward wants to have back
 
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Of the piece's queries, keys and values."""
         if self._kernel_takes(q, k, v):
             out, lse, *self._state = _flash_forward(q, k, v, self.piece.causal, self.scores.scale)
@@ -95,14 +108,18 @@ class AttentionBlock:
     ) -> Grads:  # fmt: skip
         """`out`, `lse` and `grad` are those of all blocks together."""
         if self._kernel_takes(q, k, v):
-            return _flash_backward(q, k, v, out, lse, grad, self.piece.causal, self.scores.scale, self._state)
+            return _flash_backward(
+                q, k, v, out, lse, grad, self.piece.causal, self.scores.scale, self._state
+            )
         grad = grad.to(wide(q.dtype))
         delta = (grad * out.to(grad.dtype)).sum(-1)
         found: list[torch.Tensor] = []
         dk, dv = torch.zeros_like(k, dtype=grad.dtype), torch.zeros_like(v, dtype=grad.dtype)
         for start, part in _in_parts(q):
             at = slice(start, start + part.shape[2])
-            dq, more_k, more_v = self._backward(part, k, v, lse[:, :, at], grad[:, :, at], delta[:, :, at], start)
+            dq, more_k, more_v = self._backward(
+                part, k, v, lse[:, :, at], grad[:, :, at], delta[:, :, at], start
+            )
             found.append(dq)
             dk += more_k
             dv += more_v
@@ -116,7 +133,9 @@ class AttentionBlock:
         if effective_device(q) == "cpu":
             return True
         half = q.dtype == k.dtype == v.dtype and q.dtype in (torch.bfloat16, torch.float16)
-        recent = stands_in() or (q.device.type == "cuda" and torch.cuda.get_device_capability(q.device) >= (8, 0))
+        recent = stands_in() or (
+            q.device.type == "cuda" and torch.cuda.get_device_capability(q.device) >= (8, 0)
+        )
         return half and recent and head % 8 == 0 and head <= KERNEL_HEAD and not torch.version.hip
 
     def _forward(
@@ -149,10 +168,15 @@ class AttentionBlock:
         dq = _by_heads(ds @ k.to(ds.dtype), q)
         return dq, ds.transpose(-1, -2) @ _grouped(q, k).to(ds.dtype), dv
 
-    def _scores(self, q: torch.Tensor, k: torch.Tensor, start: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _scores(
+        self, q: torch.Tensor, k: torch.Tensor, start: int
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """(rows, heads, queries, keys) with -inf where nothing is seen, and what a softcap makes of a gradient."""
         dtype = wide(q.dtype)
-        scores = _by_heads(_grouped(q, k).to(dtype) @ k.to(dtype).transpose(-1, -2), q) * self.scores.scale
+        scores = (
+            _by_heads(_grouped(q, k).to(dtype) @ k.to(dtype).transpose(-1, -2), q)
+            * self.scores.scale
+        )
         slope = None
         if (cap := self.scores.softcap) is not None:
             bent = torch.tanh(scores / cap)
@@ -183,7 +207,9 @@ class AttentionBlock:
         """What dropout multiplies weights by; the same again in backward."""
         if self.scores.dropout == 0.0:
             return None
-        random = torch.Generator(scores.device).manual_seed(hash((self.seed, self.piece.key_rank, start)))
+        random = torch.Generator(scores.device).manual_seed(
+            hash((self.seed, self.piece.key_rank, start))
+        )
         drawn = torch.rand(scores.shape, generator=random, device=scores.device)
         return (drawn >= self.scores.dropout).to(scores.dtype) / (1 - self.scores.dropout)
 
@@ -226,13 +252,17 @@ def _share(lse: torch.Tensor, of: torch.Tensor) -> torch.Tensor:
     return torch.exp(lse - of.masked_fill(of == float("-inf"), 0.0))[..., None]
 
 
-def sunk(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def sunk(
+    out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     """With one more score per head, whose value is nothing."""
     both = torch.logaddexp(lse, sinks.to(lse.dtype).view(1, -1, 1))
     return out * _share(lse, both), both
 
 
-def grad_of_sinks(sinks: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+def grad_of_sinks(
+    sinks: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, grad: torch.Tensor
+) -> torch.Tensor:
     """Of the loss by the sinks' scores."""
     weight = torch.exp(sinks.to(lse.dtype).view(1, -1, 1) - lse)
     found = -(weight * (grad.to(out.dtype) * out).sum(-1)).sum((0, 2))
@@ -249,7 +279,9 @@ def _summed(grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return grad if grad.shape[1] == x.shape[1] else grad.unflatten(1, (x.shape[1], -1)).sum(2)
 
 
-def _flash_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float) -> list[Any]:
+def _flash_forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float
+) -> list[Any]:
     """Output, log-sum-exp, and what backward wants."""
     k, v = _repeated(k, q), _repeated(v, q)
     if q.device.type == "cpu":

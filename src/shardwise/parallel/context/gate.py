@@ -19,7 +19,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.core.compat.hf_private import from_config, is_config, set_attention_of, set_experts_of
+from shardwise.core.compat.hf_private import (
+    from_config,
+    is_config,
+    set_attention_of,
+    set_experts_of,
+)
 from shardwise.data.documents import Documents
 from shardwise.data.loader import MicroBatch
 from shardwise.nn.attention.varlen import Scores, install
@@ -34,7 +39,10 @@ from shardwise.parallel.context.positions import Positions
 from shardwise.parallel.context.split import SequenceLayout, split_batch
 
 RANKS, WIDTH = 2, 20  # a width, and half of it, that no other size of a tiny model has
-PACKED = [[7, 13], [12, 8]]  # documents across the borders of parts, longer than windows of tiny models
+PACKED = [
+    [7, 13],
+    [12, 8],
+]  # documents across the borders of parts, longer than windows of tiny models
 PLAIN = [[WIDTH], [WIDTH]]
 SAME = 1e-5  # of the largest: single precision inside of double (norms, rotations) leaves less
 KINDS = 4  # of modules that may have whole rows; models have one or two
@@ -70,15 +78,21 @@ def examine(model: Any) -> Findings:
     with torch.random.fork_rng(devices=[]), torch.no_grad(), quiet():
         try:
             tiny = _tiny(model)
-            ids = torch.randint(FIRST, tiny.config.get_text_config(decoder=True).vocab_size - 1, (2, WIDTH))
+            ids = torch.randint(
+                FIRST, tiny.config.get_text_config(decoder=True).vocab_size - 1, (2, WIDTH)
+            )
             tiny(input_ids=ids, use_cache=False)
         except Exception as error:
-            raise CannotParallelize("", f"no tiny model of this class runs here to be tried ({error})"[:160]) from error
+            raise CannotParallelize(
+                "", f"no tiny model of this class runs here to be tried ({error})"[:160]
+            ) from error
         refusals: list[CannotParallelize] = []
         for kinds in (0, KINDS):
             for way in WAYS:
                 try:
-                    return _mended(tiny, ids, Way(way.positions, way.behind, registry=kinds == 0), kinds)
+                    return _mended(
+                        tiny, ids, Way(way.positions, way.behind, registry=kinds == 0), kinds
+                    )
                 except CannotParallelize as refusal:
                     refusals.append(refusal)
     raise refusals[0]
@@ -115,7 +129,9 @@ def _part_of_block(model: nn.Module, name: str) -> str | None:
 def _tiny(model: Any) -> Any:
     """As in trial.py: parameters are away from where their authors start them, sums are in double precision."""
     torch.manual_seed(0)
-    kind: Any = next(c for c in type(model).__mro__ if c.__module__.split(".")[0] not in ("torch", "shardwise"))
+    kind: Any = next(
+        c for c in type(model).__mro__ if c.__module__.split(".")[0] not in ("torch", "shardwise")
+    )
     with torch.device("cpu"):
         tiny = from_config(kind, shrink(model.config)).double()
     set_experts_of(tiny.config, "eager")  # grouped matmuls know no double precision
@@ -131,12 +147,20 @@ def first_position(model: Any, way: Way) -> int:
     return pad + 1 if way.behind and pad is not None else 0
 
 
-def _try(model: Any, ids: torch.Tensor, lengths: list[list[int]], way: Way, whole: list[str]) -> dict[str, CallShapes]:
+def _try(
+    model: Any, ids: torch.Tensor, lengths: list[list[int]], way: Way, whole: list[str]
+) -> dict[str, CallShapes]:
     """Raises Refused with the name of a module; else tells how those that had whole rows were called."""
     documents = Documents.of_lengths(lengths)
     batch = MicroBatch(ids, ids, None, None, documents=documents)
-    pieces = [ids] if documents.alone else [piece[None] for piece in ids.flatten().split(documents.lengths)]
-    truth = torch.cat([model(input_ids=piece, use_cache=False).logits.flatten(0, 1) for piece in pieces])
+    pieces = (
+        [ids]
+        if documents.alone
+        else [piece[None] for piece in ids.flatten().split(documents.lengths)]
+    )
+    truth = torch.cat(
+        [model(input_ids=piece, use_cache=False).logits.flatten(0, 1) for piece in pieces]
+    )
     configs = [(module, module.config) for module in model.modules() if hasattr(module, "config")]
     watch, hooks = _Watch(model), Positions(model)
     try:
@@ -145,16 +169,22 @@ def _try(model: Any, ids: torch.Tensor, lengths: list[list[int]], way: Way, whol
             for rank, ranks in ((0, 1), *((r, RANKS) for r in range(RANKS))):
                 part, layout = split_batch(batch, ranks, rank, zigzag=True)
                 watch.begin(layout)
-                given: dict[str, Any] = {"attention_mask": ContextRows(layout, watch.attend, ids.device)}
+                given: dict[str, Any] = {
+                    "attention_mask": ContextRows(layout, watch.attend, ids.device)
+                }
                 if way.positions:
                     assert part.position_ids is not None
                     given["position_ids"] = part.position_ids + first_position(model, way)
                 logits = model(input_ids=part.input_ids, use_cache=False, **given).logits
                 if not _same(logits, layout.take(truth.view(*ids.shape, -1))):
                     what = (
-                        "a part of a row than for the whole" if ranks > 1 else "documents in a row than for each alone"
+                        "a part of a row than for the whole"
+                        if ranks > 1
+                        else "documents in a row than for each alone"
                     )
-                    raise CannotParallelize(watch.first_block, f"predicts something else for {what}")
+                    raise CannotParallelize(
+                        watch.first_block, f"predicts something else for {what}"
+                    )
     except CannotParallelize as refusal:
         raise refusal if refusal.module else CannotParallelize(watch.inside, refusal.why) from None
     except Exception as error:  # the model's own code, given a mask that is no tensor or positions it does not know
@@ -177,7 +207,9 @@ def ask_registry(model: Any, way: Way) -> None:
             module.config = copy.deepcopy(module.config, copies)
             set_attention_of(module.config, "sdpa")
     if not install(model):
-        raise CannotParallelize("", "its attention is set to a kernel of its own: leave attn_implementation out")
+        raise CannotParallelize(
+            "", "its attention is set to a kernel of its own: leave attn_implementation out"
+        )
 
 
 @dataclass
@@ -185,7 +217,9 @@ class _Watch:
     """What modules made of whole rows, to be held against what they make of a part."""
 
     model: nn.Module
-    calls: dict[str, tuple[dict[str, int | None], dict[str, int | None]]] = field(default_factory=dict)
+    calls: dict[str, tuple[dict[str, int | None], dict[str, int | None]]] = field(
+        default_factory=dict
+    )
     _keys: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
     _made: dict[str, list[torch.Tensor]] = field(default_factory=lambda: defaultdict(list))
     _given: dict[str, list[dict[str, Any]]] = field(default_factory=lambda: defaultdict(list))
@@ -216,7 +250,9 @@ class _Watch:
         """Follows every module."""
         handles = []
         for name, module in self.model.named_modules():
-            handles.append(module.register_forward_pre_hook(lambda *_, name=name: self._names.append(name)))
+            handles.append(
+                module.register_forward_pre_hook(lambda *_, name=name: self._names.append(name))
+            )
             handles.append(module.register_forward_hook(lambda _, __, output: self._leave(output)))
         try:
             yield
@@ -226,7 +262,11 @@ class _Watch:
 
     def _leave(self, output: Any) -> None:
         name = self._names.pop()
-        if not isinstance(output, torch.Tensor) or output.ndim != 3 or output.shape[1] != self._layout.width:
+        if (
+            not isinstance(output, torch.Tensor)
+            or output.ndim != 3
+            or output.shape[1] != self._layout.width
+        ):
             return
         if self._layout.ranks == 1:
             self._made[name].append(output.clone())  # some are changed in place later
@@ -234,7 +274,8 @@ class _Watch:
         known, call = self._made[name], self._next(name)
         if call < len(known) and not _same(output, self._layout.take(known[call])):
             raise CannotParallelize(
-                name, "mixes positions, or counts them by their place, in another way than by attention"
+                name,
+                "mixes positions, or counts them by their place, in another way than by attention",
             )
 
     @contextmanager
@@ -268,7 +309,11 @@ class _Watch:
                 return self._written(given[place], leaf, place, arguments)
 
             def result(place: str, leaf: Any) -> Any:
-                along = [d for d, size in enumerate(leaf.shape) if size == WIDTH] if _is_tensor(leaf) else []
+                along = (
+                    [d for d, size in enumerate(leaf.shape) if size == WIDTH]
+                    if _is_tensor(leaf)
+                    else []
+                )
                 if recording or not along:
                     return leaf
                 results[place] = along[0] if len(along) == 1 else None
@@ -290,11 +335,19 @@ class _Watch:
             dims[place] = along[0]
         mine = self._layout.take(whole, dim=along[0]) if along else whole
         if len(along) > 1 or not _same(part, mine):
-            raise CannotParallelize("", "is given what depends on more than its tokens and positions")
+            raise CannotParallelize(
+                "", "is given what depends on more than its tokens and positions"
+            )
         return whole
 
     def attend(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scores: Scores, mask: ContextMask, plain: Any
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scores: Scores,
+        mask: ContextMask,
+        plain: Any,
     ) -> torch.Tensor:
         """In the place of `Attends`: to keys that are written down of whole rows, and read for parts of them."""
         layout = mask.layout
@@ -306,14 +359,18 @@ class _Watch:
         whole = self._keys[call]
         for ours, theirs in zip((key, value), whole, strict=True):
             if not _same(ours, layout.take(theirs, dim=2)):
-                raise CannotParallelize("", "its keys depend on more than their own tokens and positions")
+                raise CannotParallelize(
+                    "", "its keys depend on more than their own tokens and positions"
+                )
         out = torch.zeros(*query.shape[:3], value.shape[-1], dtype=wide(query.dtype))
         lse = torch.full(query.shape[:3], float("-inf"), dtype=out.dtype)
         for rank in range(layout.ranks):
             if (block := block_of(layout, mask.rule, scores, rank)) is None:
                 continue
             mine, seen = block.piece.queries, block.piece.keys
-            found = block.forward(query[:, :, mine], *(layout.take(x, rank, dim=2)[:, :, seen] for x in whole))
+            found = block.forward(
+                query[:, :, mine], *(layout.take(x, rank, dim=2)[:, :, seen] for x in whole)
+            )
             out[:, :, mine], lse[:, :, mine] = merge(out[:, :, mine], lse[:, :, mine], *found)
         return out if scores.sinks is None else sunk(out, lse, scores.sinks)[0]
 

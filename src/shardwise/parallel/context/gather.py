@@ -77,7 +77,9 @@ class Gathering:
             def argument(place: str, leaf: Any) -> Any:
                 if isinstance(leaf, (ContextRows, ContextMask)):
                     return leaf.whole
-                return self._gather(leaf, calls.arguments[place]) if place in calls.arguments else leaf
+                return (
+                    self._gather(leaf, calls.arguments[place]) if place in calls.arguments else leaf
+                )
 
             def result(place: str, leaf: Any) -> Any:
                 if place not in calls.results:
@@ -99,7 +101,9 @@ class Gathering:
         if dim is None:
             return leaf * self._ranks
         if isinstance(leaf, DTensor):
-            raise CannotParallelize("", "modules that need whole rows do not go with tensor parallelism")
+            raise CannotParallelize(
+                "", "modules that need whole rows do not go with tensor parallelism"
+            )
         return _Gather.apply(leaf, dim, self._group, self._zigzag)
 
 
@@ -107,7 +111,9 @@ class _Gather(torch.autograd.Function):
     """All ranks' parts along a dimension, in the order of rows; back goes the sum of all ranks' gradients of a part."""
 
     @staticmethod
-    def forward(ctx: Any, part: torch.Tensor, dim: int, group: dist.ProcessGroup, zigzag: bool) -> torch.Tensor:
+    def forward(
+        ctx: Any, part: torch.Tensor, dim: int, group: dist.ProcessGroup, zigzag: bool
+    ) -> torch.Tensor:
         ctx.given = (dim, group, zigzag)
         ranks = dist.get_world_size(group)
         sent = part.to(torch.uint8) if part.dtype == torch.bool else part

@@ -38,7 +38,9 @@ class Context:
         """
         mine, layout = split_batch(batch, self.ranks, self.rank, zigzag=self.kind == "ring")
         if layout.packed and not self.findings.packed:
-            raise CannotParallelize("", f"takes no packed documents ({self.findings.trouble}): set data.packing: false")
+            raise CannotParallelize(
+                "", f"takes no packed documents ({self.findings.trouble}): set data.packing: false"
+            )
         assert mine.position_ids is not None
         positions = mine.position_ids + self.first if self.findings.way.positions else None
         mask = ContextRows(layout, self.attends, batch.input_ids.device)
@@ -54,7 +56,8 @@ def install_context(model: Any, mesh: DeviceMesh, kind: Kind) -> Context:
     """
     if getattr(model.config, "is_encoder_decoder", False):
         raise CannotParallelize(
-            "", "an encoder–decoder model has two sequences, which context parallelism does not divide yet"
+            "",
+            "an encoder–decoder model has two sequences, which context parallelism does not divide yet",
         )
     if kind == "ulysses":
         check_heads(model.config.get_text_config(decoder=True), mesh.size())
@@ -66,4 +69,11 @@ def install_context(model: Any, mesh: DeviceMesh, kind: Kind) -> Context:
     for name, _, module in modules_of(model, findings.whole):
         gathering.wrap(module, findings.whole[name])
     attends: Attends = Ring(group) if kind == "ring" else Ulysses(group)
-    return Context(mesh.size(), mesh.get_local_rank(), kind, attends, findings, first_position(model, findings.way))
+    return Context(
+        mesh.size(),
+        mesh.get_local_rank(),
+        kind,
+        attends,
+        findings,
+        first_position(model, findings.way),
+    )

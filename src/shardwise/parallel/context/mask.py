@@ -55,7 +55,13 @@ class Attends(Protocol):
     """Attention of this rank's queries to the keys of all; in and out as (rows, heads, width, head)."""
 
     def __call__(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scores: Scores, mask: ContextMask, plain: Any
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scores: Scores,
+        mask: ContextMask,
+        plain: Any,
     ) -> torch.Tensor: ...
 
 
@@ -63,7 +69,11 @@ class ContextRows(OwnRows):
     """This rank's columns of a mask, (rows, width): ones but for padding."""
 
     def __init__(
-        self, layout: SequenceLayout, attends: Attends, device: torch.device, dtype: torch.dtype = torch.int64
+        self,
+        layout: SequenceLayout,
+        attends: Attends,
+        device: torch.device,
+        dtype: torch.dtype = torch.int64,
     ) -> None:
         self.layout, self.attends, self.device, self.dtype = layout, attends, device, dtype
         self.shape = torch.Size((layout.rows, layout.width))
@@ -105,8 +115,14 @@ class ContextRows(OwnRows):
 
         rule = kwargs.get("mask_function", causal_mask_function)
         documents = self.layout.on(self.device)
-        size = {"q_length": documents.width, "kv_length": documents.width, "attention_mask": RowsMask(documents)}
-        return ContextMask(self.layout, rule_of(rule), self.attends, self.device, partial(ask, **kwargs | size))
+        size = {
+            "q_length": documents.width,
+            "kv_length": documents.width,
+            "attention_mask": RowsMask(documents),
+        }
+        return ContextMask(
+            self.layout, rule_of(rule), self.attends, self.device, partial(ask, **kwargs | size)
+        )
 
 
 def rule_of(function: Any) -> VisibilityRule:
@@ -126,16 +142,24 @@ def _said(function: Any) -> dict[str, Any]:
         cells = (cell.cell_contents for cell in function.__closure__ or ())
         held = dict(zip(function.__code__.co_freevars, cells, strict=True))
         makers: dict[Any, Callable[[], dict[str, Any]]] = {
-            known.and_masks(): lambda: {k: v for one in held["mask_functions"] for k, v in _said(one).items()},
-            known.or_masks(): lambda: _said(_only([one for one in held["mask_functions"] if not _empty(one)])),
+            known.and_masks(): lambda: {
+                k: v for one in held["mask_functions"] for k, v in _said(one).items()
+            },
+            known.or_masks(): lambda: _said(
+                _only([one for one in held["mask_functions"] if not _empty(one)])
+            ),
             known.sliding_window_overlay(1): lambda: {"window": held["sliding_window"]},
-            known.sliding_window_bidirectional_overlay(1): lambda: {"sides": held["sliding_window"]},
+            known.sliding_window_bidirectional_overlay(1): lambda: {
+                "sides": held["sliding_window"]
+            },
             known.chunked_overlay(1, start): lambda: {"chunk": held["chunk_size"]},
         }
         for theirs, tell in makers.items():
             if theirs.__code__ is function.__code__:
                 return tell()
-    raise CannotParallelize("", "masks attention by a rule of its own, which says nothing of positions on other ranks")
+    raise CannotParallelize(
+        "", "masks attention by a rule of its own, which says nothing of positions on other ranks"
+    )
 
 
 def _empty(function: Any) -> bool:
@@ -164,12 +188,20 @@ class ContextMask(OwnMask):
         device: torch.device,
         ask: Callable[[], Any] | None = None,
     ) -> None:
-        self.layout, self.rule, self.attends, self.device, self._ask = layout, rule, attends, device, ask
+        self.layout, self.rule, self.attends, self.device, self._ask = (
+            layout,
+            rule,
+            attends,
+            device,
+            ask,
+        )
         self.shape = torch.Size((layout.rows, 1, layout.width, layout.width))
 
     @cached_property
     def real(self) -> torch.Tensor:
-        raise CannotParallelize("", "computes with its mask outside of transformers' attention functions")
+        raise CannotParallelize(
+            "", "computes with its mask outside of transformers' attention functions"
+        )
 
     @cached_property
     def whole(self) -> Any:
@@ -181,7 +213,9 @@ class ContextMask(OwnMask):
         """The same as a mask of truths."""
         if (args, kwargs) not in (((torch.bool,), {}), ((), {"dtype": torch.bool})):
             return self.real
-        return ContextMask(self.layout, self.rule, self.attends, self.device, lambda: self.whole.to(torch.bool))
+        return ContextMask(
+            self.layout, self.rule, self.attends, self.device, lambda: self.whole.to(torch.bool)
+        )
 
     def attend(
         self, plain: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **kwargs: Any
@@ -189,9 +223,13 @@ class ContextMask(OwnMask):
         """As transformers' attention functions are called."""
         shape = (self.layout.rows, self.layout.width)
         if any((x.shape[0], x.shape[2]) != shape for x in (query, key, value)):
-            raise CannotParallelize("", f"attends to {key.shape[2]} keys where its part of the sequence has {shape[1]}")
+            raise CannotParallelize(
+                "", f"attends to {key.shape[2]} keys where its part of the sequence has {shape[1]}"
+            )
         if kwargs.get("position_bias") is not None:
-            raise CannotParallelize("", "adds a bias to scores that is computed from this rank's positions alone")
+            raise CannotParallelize(
+                "", "adds a bias to scores that is computed from this rank's positions alone"
+            )
         scaling, sinks = kwargs.get("scaling"), kwargs.get("s_aux")
         scores = Scores(
             query.shape[-1] ** -0.5 if scaling is None else float(scaling),

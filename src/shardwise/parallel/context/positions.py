@@ -89,4 +89,8 @@ def _shorten(module: nn.Module, _: Any, output: Any) -> Any:
 def _flatten(module: nn.Module, _: Any, output: Any) -> Any:
     """Some make one row of positions into a batch of one, and so make one too many of ours."""
     changed = module.__dict__.pop("changed", False)
-    return output[0] if changed and isinstance(output, torch.Tensor) and output.ndim == 4 and len(output) == 1 else None
+    return (
+        output[0]
+        if changed and isinstance(output, torch.Tensor) and output.ndim == 4 and len(output) == 1
+        else None
+    )

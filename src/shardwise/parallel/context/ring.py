@@ -33,7 +33,8 @@ class RingWire:
         """Sends a buffer on its way; what arrives has the same shape."""
         assert self.group is not None
         after, before = (
-            dist.get_global_rank(self.group, (self.rank + step) % self.ranks) for step in (1, self.ranks - 1)
+            dist.get_global_rank(self.group, (self.rank + step) % self.ranks)
+            for step in (1, self.ranks - 1)
         )
         leaving = buffer.cpu() if goes_by_host(self.group) else buffer
         arriving = torch.empty_like(leaving)
@@ -49,7 +50,9 @@ class RingWire:
 class Arriving:
     """A buffer on its way here, and the one that is leaving: neither may be touched before it has been waited for."""
 
-    def __init__(self, leaving: torch.Tensor, arriving: torch.Tensor, works: list[Any], device: torch.device) -> None:
+    def __init__(
+        self, leaving: torch.Tensor, arriving: torch.Tensor, works: list[Any], device: torch.device
+    ) -> None:
         self._leaving, self._arriving, self._works, self._device = leaving, arriving, works, device
 
     def wait(self) -> torch.Tensor:
@@ -63,7 +66,9 @@ def _together(k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     return torch.cat([k.reshape(-1), v.reshape(-1)])
 
 
-def _apart(buffer: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _apart(
+    buffer: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Views of a buffer in the shapes of keys and values."""
     keys, values = buffer.split([k.numel(), v.numel()])
     return keys.view(k.shape), values.view(v.shape)
@@ -107,7 +112,9 @@ class _Ring(torch.autograd.Function):
         dq = torch.zeros_like(q, dtype=dtype)
         passing, arriving = (k, v), None
         own: torch.Tensor | None = None  # of this rank's keys by its own queries
-        following: Arriving | None = None  # of the keys that are passing, by the ranks they passed before
+        following: Arriving | None = (
+            None  # of the keys that are passing, by the ranks they passed before
+        )
         for step in range(wire.ranks):
             if arriving is not None:
                 passing = _apart(arriving.wait(), k, v)
@@ -144,7 +151,13 @@ class Ring:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # nothing can be fused across the wire
     def __call__(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scores: Scores, mask: ContextMask, plain: Any
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scores: Scores,
+        mask: ContextMask,
+        plain: Any,
     ) -> torch.Tensor:
         """In the place of `Attends`."""
         given = (scores.sinks, scores, mask.layout, mask.rule, self._wire)
@@ -161,5 +174,7 @@ def attend_whole(
     rule: VisibilityRule,
 ) -> torch.Tensor:
     """The same where one rank has all of the sequence."""
-    found: torch.Tensor = _Ring.apply(query, key, value, scores.sinks, scores, layout, rule, RingWire(None))
+    found: torch.Tensor = _Ring.apply(
+        query, key, value, scores.sinks, scores, layout, rule, RingWire(None)
+    )
     return found

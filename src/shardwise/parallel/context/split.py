@@ -31,10 +31,14 @@ def chunks_of(ranks: int, rank: int, zigzag: bool) -> tuple[int, int]:
     return (rank, 2 * ranks - 1 - rank) if zigzag else (2 * rank, 2 * rank + 1)
 
 
-def take_columns(whole: torch.Tensor, ranks: int, rank: int, zigzag: bool, dim: int) -> torch.Tensor:
+def take_columns(
+    whole: torch.Tensor, ranks: int, rank: int, zigzag: bool, dim: int
+) -> torch.Tensor:
     """A rank's part, along a dimension, of something that has all columns."""
     chunk = whole.shape[dim] // (2 * ranks)
-    return torch.cat([whole.narrow(dim, c * chunk, chunk) for c in chunks_of(ranks, rank, zigzag)], dim)
+    return torch.cat(
+        [whole.narrow(dim, c * chunk, chunk) for c in chunks_of(ranks, rank, zigzag)], dim
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,7 +71,9 @@ class SequenceLayout:
 
     def take(self, whole: torch.Tensor, rank: int | None = None, dim: int = 1) -> torch.Tensor:
         """A rank's columns of something that has them all; this rank's if none is named."""
-        return take_columns(whole, self.ranks, self.rank if rank is None else rank, self.zigzag, dim)
+        return take_columns(
+            whole, self.ranks, self.rank if rank is None else rank, self.zigzag, dim
+        )
 
     @property
     def packed(self) -> bool:
@@ -91,7 +97,9 @@ class SequenceLayout:
         """Whether a document has tokens in chunks of both kinds."""
         first, last = self._ends
         pairs = ((q, k) for q in queries for k in keys)
-        return any(((first[:, k] <= last[:, q]) & (first[:, q] <= last[:, k])).any() for q, k in pairs)
+        return any(
+            ((first[:, k] <= last[:, q]) & (first[:, q] <= last[:, k])).any() for q, k in pairs
+        )
 
     def one_document(self, chunks: tuple[int, ...]) -> bool:
         """Whether chunks hold nothing but one document in every row."""
@@ -105,7 +113,9 @@ def split_batch(batch: Batch, ranks: int, rank: int, zigzag: bool) -> tuple[Batc
     missing = -batch.input_ids.shape[1] % (2 * ranks)
     layout = layout_of(batch, ranks, rank, zigzag, missing)
     if batch.labels.shape != batch.input_ids.shape:
-        raise CannotParallelize("", "labels that are not one per token are not divided with the tokens")
+        raise CannotParallelize(
+            "", "labels that are not one per token are not divided with the tokens"
+        )
 
     def part(whole: torch.Tensor | None, fill: int = 0) -> Any:
         if whole is None or whole.shape != batch.input_ids.shape:  # the source of a row
@@ -123,7 +133,9 @@ def split_batch(batch: Batch, ranks: int, rank: int, zigzag: bool) -> tuple[Batc
     return replace(batch, attention_mask=None, documents=None, **changes), layout
 
 
-def layout_of(batch: MicroBatch | RowBatch, ranks: int, rank: int, zigzag: bool, missing: int = 0) -> SequenceLayout:
+def layout_of(
+    batch: MicroBatch | RowBatch, ranks: int, rank: int, zigzag: bool, missing: int = 0
+) -> SequenceLayout:
     """The documents of a batch, `missing` columns of padding added."""
     rows, width = batch.input_ids.shape
     mask: Any = batch.attention_mask
@@ -134,7 +146,9 @@ def layout_of(batch: MicroBatch | RowBatch, ranks: int, rank: int, zigzag: bool,
         lengths = _rows_of(documents)
     elif mask is not None:
         if mask.ndim != 2:
-            raise CannotParallelize("", f"a mask of shape {tuple(mask.shape)} is not divided with the tokens")
+            raise CannotParallelize(
+                "", f"a mask of shape {tuple(mask.shape)} is not divided with the tokens"
+            )
         real[:, :width] = mask.cpu() != 0
         if (real[:, 1:] & ~real[:, :-1]).any():
             remedy = "pad at the end of the rows (padding_side: right)"

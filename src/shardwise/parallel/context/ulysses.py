@@ -27,7 +27,9 @@ class _Exchange(torch.autograd.Function):
     """Cuts one dimension over the ranks and puts the other together, in the order of ranks."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, cut: int, joined: int, group: dist.ProcessGroup) -> torch.Tensor:
+    def forward(
+        ctx: Any, x: torch.Tensor, cut: int, joined: int, group: dist.ProcessGroup
+    ) -> torch.Tensor:
         ctx.back = (joined, cut, group)
         leaving = torch.stack(x.chunk(dist.get_world_size(group), cut)).contiguous()
         arriving = torch.empty_like(leaving)
@@ -47,27 +49,50 @@ class Ulysses:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scores: Scores, mask: ContextMask, plain: Any
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scores: Scores,
+        mask: ContextMask,
+        plain: Any,
     ) -> torch.Tensor:
         """In the place of `Attends`."""
         key, value = (repeat_heads(x, query.shape[1], self._ranks) for x in (key, value))
         q, k, v = (_Exchange.apply(x, HEADS, SEQUENCE, self._group) for x in (query, key, value))
         if scores.sinks is not None:
-            scores = replace(scores, sinks=scores.sinks.chunk(self._ranks)[dist.get_rank(self._group)])
-        found: torch.Tensor = _Exchange.apply(self._attend(q, k, v, scores, mask, plain), SEQUENCE, HEADS, self._group)
+            scores = replace(
+                scores, sinks=scores.sinks.chunk(self._ranks)[dist.get_rank(self._group)]
+            )
+        found: torch.Tensor = _Exchange.apply(
+            self._attend(q, k, v, scores, mask, plain), SEQUENCE, HEADS, self._group
+        )
         return found
 
     def _attend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scores: Scores, mask: ContextMask, plain: Any
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scores: Scores,
+        mask: ContextMask,
+        plain: Any,
     ) -> torch.Tensor:
         """Of whole rows: by the kernels of nn/attention/varlen.py where they know the rule."""
         layout, rule = mask.layout, mask.rule
-        usual = scores.softcap is None and scores.sinks is None and rule.chunk is None and rule.sides is None
+        usual = (
+            scores.softcap is None
+            and scores.sinks is None
+            and rule.chunk is None
+            and rule.sides is None
+        )
         whole = SequenceLayout(layout.on(q.device), layout.real, 1, 0, zigzag=False)
         if not usual or not (rule.causal or (rule.plain and layout.documents.alone)):
             return attend_whole(q, k, v, scores, whole, rule)
         # transformers' functions repeat keys by what the module says, which knows all heads.
-        module: Any = SimpleNamespace(num_key_value_groups=q.shape[1] // k.shape[1], is_causal=rule.causal)
+        module: Any = SimpleNamespace(
+            num_key_value_groups=q.shape[1] // k.shape[1], is_causal=rule.causal
+        )
         given = {"dropout": scores.dropout, "scaling": scores.scale}
         if rule.causal:
             documents = DocumentMask(whole.documents, rule.window, largest_head(q.device))

@@ -75,7 +75,8 @@ def spread_experts(model: nn.Module, mesh: DeviceMesh) -> ExpertParallel:
     for name, module in found.items():
         _check(name, module, mesh.size())
     loads = ExpertLoads(
-        {name: m for name, m in found.items() if style_of(m) is RoutedExperts}, torch.device(mesh.device_type)
+        {name: m for name, m in found.items() if style_of(m) is RoutedExperts},
+        torch.device(mesh.device_type),
     )
     spread: dict[nn.Parameter, nn.Parameter] = {}  # a parameter that layers share stays one
     for module in found.values():
@@ -95,14 +96,22 @@ def is_spread(module: nn.Module) -> bool:
 
 def count_loads(model: nn.Module, device: torch.device) -> ExpertLoads | None:
     """Counts the tokens of each expert where nothing is spread; None where a model has no experts."""
-    found = {name: module for name, module in find_experts(model).items() if style_of(module) is RoutedExperts}
+    found = {
+        name: module
+        for name, module in find_experts(model).items()
+        if style_of(module) is RoutedExperts
+    }
     return ExpertLoads(found, device) if found else None
 
 
 def _nothing(model: nn.Module) -> CannotParallelize:
     for name, module in model.named_modules():
         kind = type(module).__name__
-        if "expert" in kind.lower() and "shared" not in name and any(True for _ in module.parameters()):
+        if (
+            "expert" in kind.lower()
+            and "shared" not in name
+            and any(True for _ in module.parameters())
+        ):
             return CannotParallelize(name, f"{kind} keeps or calls its experts in a way of its own")
     return CannotParallelize("", "has no experts")
 
@@ -116,7 +125,8 @@ def _check(name: str, module: nn.Module, ranks: int) -> None:
             raise CannotParallelize(f"{name}.{key}", "adapters on experts cannot be spread")
         if parameter.ndim < 2 or parameter.shape[0] % total:
             raise CannotParallelize(
-                f"{name}.{key}", f"has {list(parameter.shape)}, which is not one part for each expert"
+                f"{name}.{key}",
+                f"has {list(parameter.shape)}, which is not one part for each expert",
             )
 
 
@@ -135,7 +145,9 @@ def _divide(module: Any, mesh: DeviceMesh, spread: dict[nn.Parameter, nn.Paramet
 
 def _share(parameter: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
     rows = parameter.shape[0] // mesh.size()
-    local = parameter.detach()[mesh.get_local_rank() * rows :][:rows].clone(memory_format=torch.contiguous_format)
+    local = parameter.detach()[mesh.get_local_rank() * rows :][:rows].clone(
+        memory_format=torch.contiguous_format
+    )
     divided = DTensor.from_local(
         local, mesh, [Shard(0)], run_check=False, shape=parameter.shape, stride=parameter.stride()
     )

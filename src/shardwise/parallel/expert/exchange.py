@@ -61,7 +61,11 @@ class TokenExchange:
         ranks, device = dist.get_world_size(group), experts.device
         self.group, self.pairs, self.here = group, experts.numel(), total // ranks
         ordered, order = torch.sort(experts, stable=True)
-        counts = torch.searchsorted(ordered, torch.arange(total + 1, device=device)).diff().view(ranks, self.here)
+        counts = (
+            torch.searchsorted(ordered, torch.arange(total + 1, device=device))
+            .diff()
+            .view(ranks, self.here)
+        )
         coming = torch.empty_like(counts)
         dist.all_to_all_single(coming, counts, group=group)
         if dist.get_backend(group) == "fake":

@@ -53,7 +53,9 @@ class ExpertLoads:
         self._sizes = [int(m.num_experts) for m in modules]
         shape = len(self._sizes), max(self._sizes, default=0)
         self.tokens: Tokens | None = None
-        self._counts = torch.zeros(shape, dtype=torch.int64, device=device)  # layers × experts, of this step
+        self._counts = torch.zeros(
+            shape, dtype=torch.int64, device=device
+        )  # layers × experts, of this step
         self._before = torch.zeros_like(self._counts)  # of steps before
         for row, module in enumerate(modules):
             module.register_forward_pre_hook(self._hook(row), with_kwargs=True)
@@ -99,13 +101,19 @@ class ExpertLoads:
         counts = self._counts[row, : self._sizes[row]]
 
         def count(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if not module.training or not torch.is_grad_enabled():  # without gradients: an attempt, or a reference
+            if (
+                not module.training or not torch.is_grad_enabled()
+            ):  # without gradients: an attempt, or a reference
                 return
             chosen = [*args, *kwargs.values()][1].detach()
             if isinstance(chosen, DTensor):
                 chosen = chosen.redistribute(chosen.device_mesh, [Replicate()]).to_local()
             chosen = chosen.reshape(-1, chosen.shape[-1])
             real = None if self.tokens is None else self.tokens.real
-            _count_choices(counts, chosen, torch.ones_like(chosen[:, 0], dtype=torch.bool) if real is None else real)
+            _count_choices(
+                counts,
+                chosen,
+                torch.ones_like(chosen[:, 0], dtype=torch.bool) if real is None else real,
+            )
 
         return count

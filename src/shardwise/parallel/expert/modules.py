@@ -36,8 +36,12 @@ class ShardedExperts(nn.Module):
     @contextmanager
     def _as_local(self) -> Iterator[dict[str, torch.Tensor]]:
         """The model's own code finds the experts of this rank, and no others, where it looks for all."""
-        own = ((owner, name, p) for owner in self.modules() for name, p in owner._parameters.items())
-        places: list[tuple[nn.Module, str, Any]] = [one for one in own if isinstance(one[2], DTensor)]
+        own = (
+            (owner, name, p) for owner in self.modules() for name, p in owner._parameters.items()
+        )
+        places: list[tuple[nn.Module, str, Any]] = [
+            one for one in own if isinstance(one[2], DTensor)
+        ]
         weights: dict[str, torch.Tensor] = {}
         for owner, name, parameter in places:
             weights[name] = weight = parameter.to_local()
@@ -60,7 +64,9 @@ class RoutedExperts(ShardedExperts):
     """Called with every token, the numbers of its experts and their weights: nearly all models."""
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def forward(self, hidden_states: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, hidden_states: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
         """As the model's own, for tokens whose experts may be anywhere in the group."""
         given = (hidden_states, experts, weights)
         replicas = next((x.device_mesh for x in given if isinstance(x, DTensor)), None)
@@ -70,17 +76,26 @@ class RoutedExperts(ShardedExperts):
         rows, numbers, shares = (to_whole(x.flatten(0, -2), replicas) for x in given)
         parts = (x.redistribute(replicas, [Shard(0)]).to_local() for x in (rows, numbers, shares))
         done = DTensor.from_local(
-            self._dispatch(*parts), replicas, [Shard(0)], run_check=False, shape=rows.shape, stride=rows.stride()
+            self._dispatch(*parts),
+            replicas,
+            [Shard(0)],
+            run_check=False,
+            shape=rows.shape,
+            stride=rows.stride(),
         ).redistribute(replicas, rows.placements)
         done = done if hidden_states.ndim == 2 else done.unflatten(0, hidden_states.shape[:-1])
         return done if isinstance(hidden_states, DTensor) else done.to_local()
 
-    def _dispatch(self, hidden_states: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    def _dispatch(
+        self, hidden_states: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
         shape, copies = hidden_states.shape, experts.shape[-1]
         exchange = self._exchange(experts.reshape(-1))
         arrived = exchange.out(hidden_states.reshape(-1, shape[-1]), copies)
         results = exchange.back(self._compute(arrived, exchange.local))
-        mixed = results.view(*shape[:-1], copies, shape[-1]) * weights.reshape(*shape[:-1], copies, 1)
+        mixed = results.view(*shape[:-1], copies, shape[-1]) * weights.reshape(
+            *shape[:-1], copies, 1
+        )
         # Not a view: a model that adds to it in place would undo FSDP's hook on it.
         return mixed.sum(-2).to(hidden_states.dtype)
 
@@ -88,7 +103,9 @@ class RoutedExperts(ShardedExperts):
         with self._as_local() as weights:
             if len(rows) == 0:
                 return _connected(rows, weights)
-            computed: torch.Tensor = super().forward(rows, experts[:, None], rows.new_ones(len(rows), 1))
+            computed: torch.Tensor = super().forward(
+                rows, experts[:, None], rows.new_ones(len(rows), 1)
+            )
             return computed.view(rows.shape)
 
 
@@ -103,7 +120,9 @@ class SortedExperts(ShardedExperts):
         numbers = torch.arange(self.total_experts, device=rows.device)
         exchange = self._exchange(numbers.repeat_interleave(counts, output_size=len(rows)))
         arrived, order = exchange.out(rows), torch.argsort(exchange.local, stable=True)
-        here = exchange.counts if isinstance(sizes, list) else torch.tensor(exchange.counts).to(sizes)
+        here = (
+            exchange.counts if isinstance(sizes, list) else torch.tensor(exchange.counts).to(sizes)
+        )
         with self._as_local():
             computed: torch.Tensor = super().forward(arrived[order], here)
         return exchange.back(torch.empty_like(computed).index_copy(0, order, computed))
@@ -118,7 +137,9 @@ class EveryExpert(ShardedExperts):
         _refuse_replicas(self, rows)
         numbers = torch.arange(self.total_experts, device=rows.device)
         numbers = numbers.repeat_interleave(len(rows) // self.total_experts, output_size=len(rows))
-        exchange = self._exchange(numbers.masked_fill((rows.detach() == 0).all(-1), self.total_experts))
+        exchange = self._exchange(
+            numbers.masked_fill((rows.detach() == 0).all(-1), self.total_experts)
+        )
         arrived, order = exchange.out(rows), torch.argsort(exchange.local, stable=True)
         parts = []
         with self._as_local() as weights:
@@ -138,8 +159,12 @@ def style_of(module: nn.Module) -> type[ShardedExperts] | None:
         return None
     takes = list(inspect.signature(type(module).forward).parameters)[1:]
     own = list(module.parameters(recurse=False))
-    stacks = bool(own) and all(p.ndim == 3 for p in own) and "expert" in type(module).__name__.lower()
-    if takes == ["hidden_states", "top_k_index", "top_k_weights"] and hasattr(module, "num_experts"):
+    stacks = (
+        bool(own) and all(p.ndim == 3 for p in own) and "expert" in type(module).__name__.lower()
+    )
+    if takes == ["hidden_states", "top_k_index", "top_k_weights"] and hasattr(
+        module, "num_experts"
+    ):
         return RoutedExperts
     if stacks and len(takes) == 2 and "expert" in takes[1]:
         return SortedExperts
@@ -160,4 +185,6 @@ def _connected(rows: torch.Tensor, weights: dict[str, torch.Tensor]) -> torch.Te
 
 def _refuse_replicas(module: nn.Module, rows: torch.Tensor) -> None:
     if isinstance(rows, DTensor):
-        raise CannotParallelize("", f"{type(module).__name__} cannot share out the tokens of tensor parallelism")
+        raise CannotParallelize(
+            "", f"{type(module).__name__} cannot share out the tokens of tensor parallelism"
+        )

@@ -17,7 +17,9 @@ from shardwise.parallel.offload.parameters import ParameterOffload
 from shardwise.parallel.offload.pieces import OffloadPiece, ShardSegment, at, overlaps
 
 Segments = list[tuple[OffloadPiece, ShardSegment]]
-JOINED = 4 << 20  # elements of a split master that are put together at a time: the device may be full
+JOINED = (
+    4 << 20
+)  # elements of a split master that are put together at a time: the device may be full
 
 
 def entries(optimizer: OffloadedOptimizer, model: nn.Module | None = None) -> dict[str, Any]:
@@ -26,7 +28,9 @@ def entries(optimizer: OffloadedOptimizer, model: nn.Module | None = None) -> di
     With the model, frozen ones too.
     """
     optimizer.finish()
-    found: dict[str, Any] = {f"model.{name}": rows for name, rows in masters(optimizer, model).items()}
+    found: dict[str, Any] = {
+        f"model.{name}": rows for name, rows in masters(optimizer, model).items()
+    }
     for parameter, name, segments in _segments(optimizer):
         found[f"optimizer.{name}.step"] = _step(optimizer)
         for state in optimizer.rule.states:
@@ -43,9 +47,16 @@ def masters(optimizer: OffloadedOptimizer, model: nn.Module | None = None) -> di
     """
     if not optimizer.split and optimizer.shelf is None:
         return {}
-    found = {name: _master(optimizer, parameter, segments) for parameter, name, segments in _segments(optimizer)}
+    found = {
+        name: _master(optimizer, parameter, segments)
+        for parameter, name, segments in _segments(optimizer)
+    }
     if optimizer.shelf is not None and model is not None:
-        found |= {n: _frozen(optimizer.shelf, p) for n, p in model.named_parameters() if not p.requires_grad}
+        found |= {
+            n: _frozen(optimizer.shelf, p)
+            for n, p in model.named_parameters()
+            if not p.requires_grad
+        }
     return found
 
 
@@ -75,10 +86,18 @@ def _step(optimizer: OffloadedOptimizer) -> Rows:
     def write(start: int, value: torch.Tensor) -> None:
         optimizer.steps = int(value)
 
-    return Rows(torch.zeros(()), lambda: [torch.tensor(float(optimizer.steps))], write, optimizer.resident)
+    return Rows(
+        torch.zeros(()), lambda: [torch.tensor(float(optimizer.steps))], write, optimizer.resident
+    )
 
 
-def _state(optimizer: OffloadedOptimizer, parameter: nn.Parameter, segments: Segments, state: str, part: str) -> Rows:
+def _state(
+    optimizer: OffloadedOptimizer,
+    parameter: nn.Parameter,
+    segments: Segments,
+    state: str,
+    part: str,
+) -> Rows:
     def parts() -> Iterator[torch.Tensor]:
         return (at(p.blob(), s.parts[state][part]) for p, s in segments)
 
@@ -87,7 +106,10 @@ def _state(optimizer: OffloadedOptimizer, parameter: nn.Parameter, segments: Seg
             at(piece.blob(), segment.parts[state][part])[target].copy_(rows[source])
 
     codec = segments[0][1].codecs[state]
-    (whole, dtype), (mine, _) = codec.shapes(parameter.shape)[part], codec.shapes(local_of(parameter).shape)[part]
+    (whole, dtype), (mine, _) = (
+        codec.shapes(parameter.shape)[part],
+        codec.shapes(local_of(parameter).shape)[part],
+    )
     return Rows(outline(parameter, whole, mine, dtype), parts, write, optimizer.resident)
 
 
@@ -113,7 +135,10 @@ def _master(optimizer: OffloadedOptimizer, parameter: nn.Parameter, segments: Se
             return
         for piece, segment, target, source in overlaps(segments, start, rows):
             part = rows[source].float().clone()
-            high, low = torch.empty_like(part, dtype=torch.bfloat16), torch.empty_like(part, dtype=torch.int16)
+            high, low = (
+                torch.empty_like(part, dtype=torch.bfloat16),
+                torch.empty_like(part, dtype=torch.int16),
+            )
             split_(part, high, low)
             home()[segment.start : segment.stop][target].copy_(high)
             at(piece.blob(), segment.low)[target].copy_(low)

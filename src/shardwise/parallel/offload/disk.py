@@ -66,10 +66,14 @@ class DiskFile:
             raise FileInUse(path) from None
         except OSError:
             pass  # a file system that knows no locks
-        self._closed = weakref.finalize(self, _close, self._file, path)  # at the latest when the interpreter ends
+        self._closed = weakref.finalize(
+            self, _close, self._file, path
+        )  # at the latest when the interpreter ends
         os.ftruncate(self._file, 0)  # what a killed run left means nothing
         if self.size:
-            os.posix_fallocate(self._file, 0, self.size)  # a full disk is found here, before the first step
+            os.posix_fallocate(
+                self._file, 0, self.size
+            )  # a full disk is found here, before the first step
 
     def read(self, offset: int, into: torch.Tensor) -> DiskTransfer:
         """Starts to fill a page-aligned buffer; the transfer ends when it is full."""
@@ -94,7 +98,9 @@ class DiskFile:
         """Closes and removes the file: it means nothing without this process."""
         self._closed()
 
-    def _each_part(self, call: Any, offset: int, buffer: torch.Tensor, after: Any = None) -> DiskTransfer:
+    def _each_part(
+        self, call: Any, offset: int, buffer: torch.Tensor, after: Any = None
+    ) -> DiskTransfer:
         memory = memoryview(buffer.numpy())  # type: ignore[arg-type]
         return DiskTransfer(
             tuple(
@@ -111,7 +117,9 @@ class DiskFile:
             try:
                 count = call(self._file, [memory[done:]], offset + done)
             except OSError as error:
-                raise RunFailed(f"offload.disk: {self.path} failed ({error.strerror or error})") from error
+                raise RunFailed(
+                    f"offload.disk: {self.path} failed ({error.strerror or error})"
+                ) from error
             if count <= 0:
                 raise RunFailed(f"{self.path} ends early at byte {offset + done}")
             done += count
@@ -142,7 +150,10 @@ class DiskFolder:
         except OSError as error:
             problem = f"cannot hold {size / 2**30:.2f} GiB of {name} ({error.strerror or error})"
             raise UserError(
-                "offload.disk", str(self.folder), problem, "free some space or choose a folder on another disk"
+                "offload.disk",
+                str(self.folder),
+                problem,
+                "free some space or choose a folder on another disk",
             ) from None
         self.files.append(file)
         return file
@@ -191,10 +202,17 @@ def check_disk(folder: Path, size: int) -> None:
             pass
     except OSError as error:
         problem = f"cannot be written ({error.strerror or error})"
-        raise UserError("offload.disk", str(folder), problem, "choose a folder you may write to") from None
+        raise UserError(
+            "offload.disk", str(folder), problem, "choose a folder you may write to"
+        ) from None
     # Files that are there are of a run that was killed, or of ranks that were quicker; either way they are used again.
     there = sum(file.stat().st_size for file in folder.glob("rank-*/*.bin"))
     free = shutil.disk_usage(existing).free
     if free + there < size:
         problem = f"has {human(free)} free; the offloaded states take {human(size)}"
-        raise UserError("offload.disk", str(folder), problem, "free some space or choose a folder on another disk")
+        raise UserError(
+            "offload.disk",
+            str(folder),
+            problem,
+            "free some space or choose a folder on another disk",
+        )

@@ -26,7 +26,9 @@ from shardwise.parallel.zero.stages import ShardedModel
 Take = Callable[[nn.Parameter, torch.Tensor], None]
 
 
-def take_gradients(units: Sequence[FSDPModule], parameters: Sequence[nn.Parameter], take: Take, exact: bool) -> None:
+def take_gradients(
+    units: Sequence[FSDPModule], parameters: Sequence[nn.Parameter], take: Take, exact: bool
+) -> None:
     """Calls `take(parameter, gradient)` for every reduced gradient, during backward; `.grad` stays None.
 
     `exact` takes it in fp32 before it is cast to the parameter's type.
@@ -41,7 +43,9 @@ def take_gradients(units: Sequence[FSDPModule], parameters: Sequence[nn.Paramete
         gradient, parameter.grad = parameter.grad, None
         if exact:
             cast = local_of(gradient)
-            gradient = _sharded_like(latest[0].as_strided(cast.size(), cast.stride(), cast.storage_offset()), parameter)
+            gradient = _sharded_like(
+                latest[0].as_strided(cast.size(), cast.stride(), cast.storage_offset()), parameter
+            )
         take(parameter, gradient)
 
     for unit in units if exact else []:
@@ -62,7 +66,9 @@ def _sharded_like(part: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
 class GradientOffloadBuffer:
     """Gradients in host memory or in a file, summed over micro-batches, with their norms."""
 
-    def __init__(self, pieces: Sequence[OffloadPiece], device: torch.device, disk: DiskFolder | None) -> None:
+    def __init__(
+        self, pieces: Sequence[OffloadPiece], device: torch.device, disk: DiskFolder | None
+    ) -> None:
         self.device = device
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.seen: set[nn.Parameter] = set()  # parameters that have a gradient in this step
@@ -76,7 +82,10 @@ class GradientOffloadBuffer:
         self._ring: list[tuple[torch.Tensor, list[DiskTransfer]]] = []
         if disk is None:
             buffers = host_buffers(sizes, device)
-            self._regions = {id(s): Region(b.numel(), b, changes=False) for s, b in zip(segments, buffers, strict=True)}
+            self._regions = {
+                id(s): Region(b.numel(), b, changes=False)
+                for s, b in zip(segments, buffers, strict=True)
+            }
         else:
             file, here = disk.create("gradients.bin", sum(aligned(s) for s in sizes)), 0
             for segment, size in zip(segments, sizes, strict=True):
@@ -107,17 +116,23 @@ class GradientOffloadBuffer:
             rows = gradient[segment.start : segment.stop].float()
             region = self._regions[id(segment)]
             rows = (
-                self._to_host(region, rows, first) if region.buffer is not None else self._to_file(region, rows, first)
+                self._to_host(region, rows, first)
+                if region.buffer is not None
+                else self._to_file(region, rows, first)
             )
             if last and not first:
                 squares.append(norm_of(rows).square())
-        if last and not first:  # an empty part too: ranks add their norms up, one for each parameter
+        if (
+            last and not first
+        ):  # an empty part too: ranks add their norms up, one for each parameter
             self._norms[parameter] = torch.stack([norm_of(gradient[:0]), *squares]).sum().sqrt()
         return self._norms[parameter] if last and parameter in self._norms else gradient
 
     def norm(self, sharded: ShardedModel) -> torch.Tensor:
         """The norm of all gradients, over all ranks."""
-        norms = torch.stack([self._norms[p] for p in sharded.parameters.values() if p in self._norms])
+        norms = torch.stack(
+            [self._norms[p] for p in sharded.parameters.values() if p in self._norms]
+        )
         shard = sharded.mesh["shard"]
         if shard.size() > 1:
             squares = norms.square()

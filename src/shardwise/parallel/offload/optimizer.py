@@ -72,12 +72,16 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         super().__init__(groups, defaults)
         self.rule, self.device, self.split, self.shelf, self.steps = rule, device, split, shelf, 0
         self.names = {p: n for n, p in order.items()}
-        self.pieces = cut(order, self.param_groups, rule.states, kind, piece or PIECE[effective_device(device)])
+        self.pieces = cut(
+            order, self.param_groups, rule.states, kind, piece or PIECE[effective_device(device)]
+        )
         self.of: dict[nn.Parameter, list[OffloadPiece]] = {}
         for made in self.pieces:
             for parameter in dict.fromkeys(s.parameter for s in made.segments):
                 self.of.setdefault(parameter, []).append(made)
-        self.resident = device if ratio == 0 and shelf is None else None  # where everything lies, if nothing is away
+        self.resident = (
+            device if ratio == 0 and shelf is None else None
+        )  # where everything lies, if nothing is away
         self._house(ratio, disk)
         self._shelved = GradientOffloadBuffer(self.pieces, device, shelf_disk) if (
             shelf is not None and (shelf_disk is not None or effective_device(device) == "cuda")) else None  # fmt: skip
@@ -87,7 +91,9 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self.pager = Pager(device, [p.page for p in self.pieces])
         self._gradients: dict[nn.Parameter, torch.Tensor] = {}
         self._order = list(self.pieces)  # in which pieces were last updated
-        self._left: dict[OffloadPiece, int] | None = None  # gradients that pieces still wait for, during an eager step
+        self._left: dict[OffloadPiece, int] | None = (
+            None  # gradients that pieces still wait for, during an eager step
+        )
         self._known: Take | None = None
 
     def _house(self, ratio: float, disk: DiskFolder | None) -> None:
@@ -99,7 +105,9 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 break
             kept, resident = kept + piece.elements, resident + 1
         for piece, size in zip(self.pieces[:resident], sizes, strict=False):
-            piece.page.regions.append(Region(size, torch.zeros(size, dtype=torch.uint8, device=self.device)))
+            piece.page.regions.append(
+                Region(size, torch.zeros(size, dtype=torch.uint8, device=self.device))
+            )
         away, lengths = self.pieces[resident:], sizes[resident:]
         if disk is None:
             for piece, buffer in zip(away, host_buffers(lengths, self.device), strict=True):
@@ -125,8 +133,12 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         for piece in self.pieces:
             buffer = piece.page.regions[0].buffer
             if buffer is not None:
-                result["host" if is_host(buffer) or effective_device(buffer) == "cpu" else "device"] += buffer.numel()
-        result["host"] += (self.shelf.held if self.shelf else 0) + (self._shelved.held if self._shelved else 0)
+                result[
+                    "host" if is_host(buffer) or effective_device(buffer) == "cpu" else "device"
+                ] += buffer.numel()
+        result["host"] += (self.shelf.held if self.shelf else 0) + (
+            self._shelved.held if self._shelved else 0
+        )
         return result
 
     def buffers(self) -> list[torch.Tensor]:
@@ -136,7 +148,9 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     # --- gradients
 
-    def attach(self, sharded: ShardedModel, known: Take | None, accumulates: bool, eager: float) -> None:
+    def attach(
+        self, sharded: ShardedModel, known: Take | None, accumulates: bool, eager: float
+    ) -> None:
         """Takes gradients as they are reduced; with `known` (told of each complete one) it also updates at once.
 
         `eager` is the share of the elements for which it does, the last in the order of the forward.
@@ -148,8 +162,12 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         parameters = list(sharded.parameters.values())
         # What one rank computes in one micro-batch is in bf16 already: nothing is summed, so nothing is lost.
         exact = self.split and (accumulates or sharded.mesh.size() > 1)
-        if exact and not any(isinstance(p, DTensor) for p in parameters):  # no FSDP between: each micro-batch's own
-            take_gradients([], parameters, lambda p, gradient: self._take(p, gradient.float()), False)
+        if exact and not any(
+            isinstance(p, DTensor) for p in parameters
+        ):  # no FSDP between: each micro-batch's own
+            take_gradients(
+                [], parameters, lambda p, gradient: self._take(p, gradient.float()), False
+            )
         elif exact or self._shelved is not None:
             take_gradients(sharded.units, parameters, self._take, exact)
         elif known is not None:
@@ -199,7 +217,9 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self._known(parameter, gradient)
         if self._left is None:
             self.steps += 1
-            self._left = {piece: len({s.parameter for s in piece.segments}) for piece in self.pieces}
+            self._left = {
+                piece: len({s.parameter for s in piece.segments}) for piece in self.pieces
+            }
             if self._shelved is None:  # a gradient that is not known yet cannot be read ahead
                 self.pager.expect([p.page for p in self._order])
             self._order = []
@@ -226,7 +246,9 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     def step(self, closure: Any = None, scale: torch.Tensor | None = None) -> None:  # type: ignore[override]
         """Updates what is not yet; `scale` (of one element, on the device) multiplies the gradients first."""
         if scale is not None and scale.is_cuda:
-            scale.record_stream(self.pager.work)  # the caller lets go of it while updates are still queued
+            scale.record_stream(
+                self.pager.work
+            )  # the caller lets go of it while updates are still queued
         self._begin()
         if self._left is None:
             self.steps += 1
@@ -255,7 +277,9 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             fused = self.shelf is None and self.split and self.rule is RULES["adamw"]
             for segment in self._update_together(piece, blob, scale) if fused else piece.segments:
                 high = (
-                    self._rows_of(segment) if self.shelf is None else _as(next(rest), segment, segment.parameter.dtype)
+                    self._rows_of(segment)
+                    if self.shelf is None
+                    else _as(next(rest), segment, segment.parameter.dtype)
                 )
                 if self._shelved is not None:
                     known = segment.parameter in self._shelved.seen
@@ -276,7 +300,9 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             for rows in launch.gradients:
                 rows.record_stream(self.pager.work)
             highs = [self._rows_of(segment) for segment in launch.segments]
-            split_adamw_together(highs, blob, launch.layout, launch.gradients, scale, self._hyper(launch.segments[0]))
+            split_adamw_together(
+                highs, blob, launch.layout, launch.gradients, scale, self._hyper(launch.segments[0])
+            )
         return left
 
     def _hyper(self, segment: ShardSegment) -> Hyper:
@@ -295,7 +321,10 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         scale: torch.Tensor | None,
     ) -> None:
         codecs, hyper = segment.codecs, self._hyper(segment)
-        stored = {s: {k: at(blob, place) for k, place in parts.items()} for s, parts in segment.parts.items()}
+        stored = {
+            s: {k: at(blob, place) for k, place in parts.items()}
+            for s, parts in segment.parts.items()
+        }
         low = at(blob, segment.low) if self.split else None
         seeds = [mix(self.steps, zlib.crc32(segment.name.encode()), i) for i in range(len(stored))]
         if self.rule is RULES["adamw"]:
@@ -333,7 +362,9 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         # By FSDP's state and not by module: blocks that are joined are gathered at the first one's forward.
         pages: dict[Any, list[Page]] = {}
         for parameter, unit in owner.items():
-            pages.setdefault(fsdp_state(unit), []).extend(p.page for p in self.of.get(parameter, []))
+            pages.setdefault(fsdp_state(unit), []).extend(
+                p.page for p in self.of.get(parameter, [])
+            )
 
         def wait(module: nn.Module, args: Any) -> None:
             assert isinstance(module, FSDPModule)

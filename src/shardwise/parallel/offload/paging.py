@@ -37,7 +37,11 @@ class Region:
 
     def on(self, device: torch.device) -> bool:
         """Whether the home can be worked on in place."""
-        return self.buffer is not None and self.buffer.device.type == device.type and not is_host(self.buffer)
+        return (
+            self.buffer is not None
+            and self.buffer.device.type == device.type
+            and not is_host(self.buffer)
+        )
 
 
 @dataclass
@@ -79,7 +83,9 @@ class Pager:
         moving = [p for p in pages if any(not r.on(device) for r in p.regions)]
         filed = [p for p in pages if any(r.file is not None for r in p.regions)]
         largest = max((p.size for p in moving), default=0)
-        self._host = [_PageSlot(host_buffer(largest, device)) for _ in range(depth)] if filed else []
+        self._host = (
+            [_PageSlot(host_buffer(largest, device)) for _ in range(depth)] if filed else []
+        )
         self._ring = [_PageSlot(torch.empty(largest, dtype=torch.uint8, device=device)) for _ in range(depth)] if (
             (self.cuda or stands_in()) and moving) else []  # fmt: skip
         self._next_host = self._next_ring = 0
@@ -91,7 +97,10 @@ class Pager:
     @property
     def held(self) -> dict[str, int]:
         """Bytes of the rings, by where they lie."""
-        return {"host": sum(s.buffer.numel() for s in self._host), "device": sum(s.buffer.numel() for s in self._ring)}
+        return {
+            "host": sum(s.buffer.numel() for s in self._host),
+            "device": sum(s.buffer.numel() for s in self._ring),
+        }
 
     def rings(self) -> list[torch.Tensor]:
         """The buffers on the device that pages are opened in."""
@@ -117,7 +126,10 @@ class Pager:
         """The page's regions as bytes on the device, in order; on leaving, changes go home in the background."""
         host = self._file_slot(page)
         if not self.cuda:
-            yield [r.buffer if r.buffer is not None else self._part(host, page, i) for i, r in enumerate(page.regions)]
+            yield [
+                r.buffer if r.buffer is not None else self._part(host, page, i)
+                for i, r in enumerate(page.regions)
+            ]
             self._write(page, host, None)
             return
         slot = self._device_slot(page)
@@ -131,7 +143,9 @@ class Pager:
                     tensors.append(region.buffer)
                     continue
                 target = self._part(slot, page, index)
-                source = region.buffer if region.buffer is not None else self._part(host, page, index)
+                source = (
+                    region.buffer if region.buffer is not None else self._part(host, page, index)
+                )
                 target.copy_(source, non_blocking=True)
                 tensors.append(target)
         self.work.wait_stream(self._in)
@@ -142,9 +156,15 @@ class Pager:
             return
         self._out.wait_event(page.done)
         with torch.cuda.stream(self._out):
-            for region, tensor, index in zip(page.regions, tensors, range(len(tensors)), strict=True):
+            for region, tensor, index in zip(
+                page.regions, tensors, range(len(tensors)), strict=True
+            ):
                 if region.changes and not region.on(self.device):
-                    home = region.buffer if region.buffer is not None else self._part(host, page, index)
+                    home = (
+                        region.buffer
+                        if region.buffer is not None
+                        else self._part(host, page, index)
+                    )
                     home.copy_(tensor, non_blocking=True)
         slot.event = page.home = self._out.record_event()
         self._write(page, host, slot.event)
@@ -211,7 +231,9 @@ class Pager:
             for i, r in enumerate(page.regions) if r.file is not None and r.changes
         ]  # fmt: skip
 
-    def _part(self, slot: _PageSlot | None, page: Page, index: int, whole: bool = False) -> torch.Tensor:
+    def _part(
+        self, slot: _PageSlot | None, page: Page, index: int, whole: bool = False
+    ) -> torch.Tensor:
         assert slot is not None
         start = sum(aligned(r.size) for r in page.regions[:index])
         size = page.regions[index].size

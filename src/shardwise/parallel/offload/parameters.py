@@ -16,7 +16,12 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from shardwise.core.compat.torch_private import local_tensor, parameter_groups, replace_shard, spec_of
+from shardwise.core.compat.torch_private import (
+    local_tensor,
+    parameter_groups,
+    replace_shard,
+    spec_of,
+)
 from shardwise.optim.shards import local_of
 from shardwise.parallel.offload.disk import DiskFile, DiskFolder, DiskTransfer
 from shardwise.parallel.offload.paging import Page, Region
@@ -56,17 +61,23 @@ class OffloadUnit:
 class ParameterOffload:
     """Holds the shards of all units; made after `stub_out`, before the model is filled."""
 
-    def __init__(self, units: Sequence[FSDPModule], device: torch.device, disk: DiskFolder | None) -> None:
+    def __init__(
+        self, units: Sequence[FSDPModule], device: torch.device, disk: DiskFolder | None
+    ) -> None:
         self.device, self.cuda = device, device.type == "cuda"
         self.units: list[OffloadUnit] = []
         self._of: dict[nn.Parameter, tuple[OffloadUnit, OffloadedShard]] = {}
-        groups = [g for g in ([p for n in parameter_groups(u) for p in n.fsdp_params] for u in units) if g]
+        groups = [
+            g for g in ([p for n in parameter_groups(u) for p in n.fsdp_params] for u in units) if g
+        ]
         for group in groups:
             shards, at = [], 0
             for fsdp in group:
                 parameter = fsdp.sharded_param
                 shape = tuple(local_of(parameter).shape)
-                shards.append(OffloadedShard(parameter, at, tuple(fsdp.padded_sharded_param_size), shape))
+                shards.append(
+                    OffloadedShard(parameter, at, tuple(fsdp.padded_sharded_param_size), shape)
+                )
                 at += aligned(shards[-1].size)
             unit = OffloadUnit(shards, Region(at))
             self.units.append(unit)
@@ -99,13 +110,19 @@ class ParameterOffload:
     @property
     def held(self) -> int:
         """Bytes of host memory."""
-        return sum(u.home.size for u in self.units if u.home.buffer is not None) + sum(b.numel() for b in self._ring)
+        return sum(u.home.size for u in self.units if u.home.buffer is not None) + sum(
+            b.numel() for b in self._ring
+        )
 
     def view(self, parameter: nn.Parameter) -> torch.Tensor:
         """A parameter's shard where it lives, to be read or written in place."""
         unit, shard = self._of[parameter]
         count = torch.Size(shard.shape).numel() * parameter.dtype.itemsize
-        return self._home(unit)[shard.offset : shard.offset + count].view(parameter.dtype).view(shard.shape)
+        return (
+            self._home(unit)[shard.offset : shard.offset + count]
+            .view(parameter.dtype)
+            .view(shard.shape)
+        )
 
     def region(self, parameter: nn.Parameter, start: int, stop: int) -> Region:
         """Some rows of a shard, for a page; they must begin on a page of memory."""
@@ -143,7 +160,9 @@ class ParameterOffload:
         parameter = fsdp.sharded_param
         stub: Any = torch.empty(1, dtype=parameter.dtype, device=self.device).expand(shard.shape)
 
-        def pre_all_gather(mesh: Any, size: Any, stride: Any, module: Any, policy: Any) -> tuple[Any, Any]:
+        def pre_all_gather(
+            mesh: Any, size: Any, stride: Any, module: Any, policy: Any
+        ) -> tuple[Any, Any]:
             return (self._ask(unit, shard, policy.param_dtype or parameter.dtype),), None
 
         def post_all_gather(outputs: Any, metadata: Any, dtype: Any, *, out: Any = None) -> Any:
@@ -158,7 +177,11 @@ class ParameterOffload:
             self._arrive(unit)
         unit.served += 1
         assert unit.blob is not None
-        data = unit.blob[shard.offset : shard.offset + shard.size].view(shard.parameter.dtype).view(shard.padded)
+        data = (
+            unit.blob[shard.offset : shard.offset + shard.size]
+            .view(shard.parameter.dtype)
+            .view(shard.padded)
+        )
         if unit.served == len(unit.shards):
             self._drop(unit)
         return data.to(dtype) if data.is_floating_point() else data
@@ -230,7 +253,9 @@ def stub_out(model: nn.Module, device: torch.device) -> None:
 
     def stub(tensor: torch.Tensor) -> torch.Tensor:
         if isinstance(tensor, DTensor) and tensor.is_meta:
-            part = torch.empty(1, dtype=tensor.dtype, device=device).expand(local_tensor(tensor).shape)
+            part = torch.empty(1, dtype=tensor.dtype, device=device).expand(
+                local_tensor(tensor).shape
+            )
             return DTensor(part, spec_of(tensor), requires_grad=tensor.requires_grad)
         return tensor.to(device)
 

@@ -50,7 +50,9 @@ class OffloadPiece:
     segments: list[ShardSegment]
     page: Page
     eager: bool = False
-    layouts: dict[tuple[int, ...], torch.Tensor] = field(default_factory=dict)  # for launches, see together.py
+    layouts: dict[tuple[int, ...], torch.Tensor] = field(
+        default_factory=dict
+    )  # for launches, see together.py
 
     @property
     def elements(self) -> int:
@@ -66,7 +68,11 @@ class OffloadPiece:
 
 
 def cut(
-    order: Mapping[str, nn.Parameter], groups: list[dict[str, Any]], states: Sequence[str], kind: Kind, limit: int
+    order: Mapping[str, nn.Parameter],
+    groups: list[dict[str, Any]],
+    states: Sequence[str],
+    kind: Kind,
+    limit: int,
 ) -> list[OffloadPiece]:
     """Pieces of at most `limit` elements (or a few rows) of the parameters in this order."""
     group_of = {p: g for g in groups for p in g["params"]}
@@ -87,7 +93,9 @@ def cut(
             if room < size.numel() or not pieces:
                 pieces.append(OffloadPiece([], Page([])))
                 room = limit
-            segment = ShardSegment(name, parameter, group_of[parameter], first, start, stop, size, codecs)
+            segment = ShardSegment(
+                name, parameter, group_of[parameter], first, start, stop, size, codecs
+            )
             pieces[-1].segments.append(segment)
             room -= size.numel()
     return pieces
@@ -107,7 +115,9 @@ def lay_out(piece: OffloadPiece, states: Sequence[str], split: bool) -> int:
             segment.low = place(segment.shape, torch.int16)
         for state in states:
             shapes = segment.codecs[state].shapes(segment.shape)
-            segment.parts[state] = {part: place(size, dtype) for part, (size, dtype) in shapes.items()}
+            segment.parts[state] = {
+                part: place(size, dtype) for part, (size, dtype) in shapes.items()
+            }
     return at
 
 
@@ -126,4 +136,9 @@ def overlaps(
     for piece, segment in segments:
         low, high = max(start, segment.start), min(stop, segment.stop)
         if low < high:
-            yield piece, segment, slice(low - segment.start, high - segment.start), slice(low - start, high - start)
+            yield (
+                piece,
+                segment,
+                slice(low - segment.start, high - segment.start),
+                slice(low - start, high - start),
+            )

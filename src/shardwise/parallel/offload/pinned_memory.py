@@ -40,7 +40,10 @@ def host_buffer(size: int, device: torch.device) -> torch.Tensor:
         address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
         status = torch.cuda.cudart().cudaHostRegister(address, aligned(size), 0)
         if int(status) != 0:
-            print(f"  host memory could not be page-locked ({status}): copies will be slow", file=sys.stderr)
+            print(
+                f"  host memory could not be page-locked ({status}): copies will be slow",
+                file=sys.stderr,
+            )
         else:  # before the address can be given to another mapping
             weakref.finalize(memory, torch.cuda.cudart().cudaHostUnregister, address)
     return buffer

@@ -25,7 +25,9 @@ from shardwise.parallel.zero.plusplus import Float8Gathers, held_besides
 from shardwise.parallel.zero.stages import ShardedModel
 
 ROOM = 0.9  # of the device's memory that offload.ratio: auto plans with; the rest is for fragments
-EAGER = 0.65  # share of the pieces that is updated during backward: about its share of a step's time
+EAGER = (
+    0.65  # share of the pieces that is updated during backward: about its share of a step's time
+)
 
 
 def splits_masters(offload: Offload, precision: str, masters: str = "auto") -> bool:
@@ -44,7 +46,9 @@ def keeps_whole(run: Run, world: World) -> bool:
 
 
 def _stays_whole(run: Run) -> bool:
-    stays = run.parallel.zero < 3 and not run.parallel.beyond_data and run.offload.optimizer == "none"
+    stays = (
+        run.parallel.zero < 3 and not run.parallel.beyond_data and run.offload.optimizer == "none"
+    )
     return stays and split_in(run)
 
 
@@ -52,7 +56,12 @@ def float8_gathers(run: Run, shard: int) -> Float8Gathers:
     """Whether weights that are multiplied in fp8 are gathered so, over a group of `shard` ranks."""
     fp8, parallel = run.fp8, run.parallel
     wanted = fp8.recipe == "tensorwise" and fp8.gather != "bf16" and shard > 1
-    if not wanted or parallel.quantize_weights or parallel.beyond_data or run.offload.parameters != "none":
+    if (
+        not wanted
+        or parallel.quantize_weights
+        or parallel.beyond_data
+        or run.offload.parameters != "none"
+    ):
         return ""
     return "by unit" if split_in(run) or run.offload.optimizer != "none" else "once"
 
@@ -93,7 +102,9 @@ def offload_optimizer(
         say(f"offload.ratio: auto → {ratio:.2f} of the optimizer's states leave the device")
     offload = run.offload
     on_disk = disk if offload.parameters == "disk" else None
-    shelf = ParameterOffload(sharded.units, device, on_disk) if offload.parameters != "none" else None
+    shelf = (
+        ParameterOffload(sharded.units, device, on_disk) if offload.parameters != "none" else None
+    )
     if shelf is not None:
         sharded.on_update.append(shelf.renew)
     groups = decay_groups(sharded.parameters, train.weight_decay, train.decay_norms)
@@ -112,15 +123,24 @@ def offload_given(
     split: bool,
 ) -> OffloadedOptimizer:
     """An optimizer of the user's own that has not stepped, with its states off the device; its groups are kept."""
-    decoupled = all(g.get("decoupled_weight_decay", True) or not g["weight_decay"] for g in given.param_groups)
+    decoupled = all(
+        g.get("decoupled_weight_decay", True) or not g["weight_decay"] for g in given.param_groups
+    )
     plain = not any(g.get("amsgrad") or g.get("maximize") for g in given.param_groups)
     if not (isinstance(given, torch.optim.Adam) and decoupled and plain):
         problem = f"only AdamW can be offloaded in your own loop, not {type(given).__name__} with these settings"
-        raise UserError("config.offload.optimizer", offload.optimizer, problem, "use AdamW, or offload.optimizer: none")
+        raise UserError(
+            "config.offload.optimizer",
+            offload.optimizer,
+            problem,
+            "use AdamW, or offload.optimizer: none",
+        )
     on_disk = disk if offload.parameters == "disk" else None
     shelf = None
     if offload.parameters != "none":
-        values = {p: local_of(p).clone() for p in sharded.model.parameters()}  # frozen ones are stubbed too
+        values = {
+            p: local_of(p).clone() for p in sharded.model.parameters()
+        }  # frozen ones are stubbed too
         shelf = ParameterOffload(sharded.units, device, on_disk)
         for parameter, value in values.items():
             shelf.view(parameter).copy_(value)
@@ -139,7 +159,9 @@ def _in_order(sharded: ShardedModel) -> dict[str, nn.Parameter]:
     return dict(sorted(sharded.parameters.items(), key=lambda item: id(item[1]) in blocks))
 
 
-def held_by_place(run: Run, parameters: int, shard: int, frozen_bytes: int = 0) -> dict[str, dict[str, float]]:
+def held_by_place(
+    run: Run, parameters: int, shard: int, frozen_bytes: int = 0
+) -> dict[str, dict[str, float]]:
     """By place (device, cpu, disk) and kind, the bytes that a rank holds while gradients are accumulated.
 
     `parameters` are the trained ones, `frozen_bytes` what the others take. What `offload.ratio: auto` will divide once
@@ -151,7 +173,10 @@ def held_by_place(run: Run, parameters: int, shard: int, frozen_bytes: int = 0) 
     predicted = predicted_bytes(parameters, run.parallel.zero, shard, run.precision)
     if shard == 1 and run.ranks == 1 and _stays_whole(run):
         summed = run.train.batch_size > int(run.train.micro_batch_size)
-        predicted |= {"parameters": 0.0, "gradients": (4 if summed else 2) * parameters}  # see keeps_whole
+        predicted |= {
+            "parameters": 0.0,
+            "gradients": (4 if summed else 2) * parameters,
+        }  # see keeps_whole
     weights = "device" if offload.parameters == "none" else offload.parameters
     states = "device" if offload.optimizer == "none" else offload.optimizer
     open_yet = offload.ratio == "auto" and states != "device"
@@ -214,5 +239,8 @@ def activation_bytes(run: Run, sharded: ShardedModel) -> float:
     layers = config.num_hidden_layers
     again = min(layers, run.recompute_blocks or layers) if run.recompute == "full" else 0
     blocks = (layers - again) * block + again * 2 * tokens * config.hidden_size + 2 * block
-    largest = max(sum(p.numel() for p in unit.parameters(recurse=True)) for unit in sharded.units[1:] or sharded.units)  # type: ignore[attr-defined]
+    largest = max(
+        sum(p.numel() for p in unit.parameters(recurse=True))
+        for unit in sharded.units[1:] or sharded.units
+    )  # type: ignore[attr-defined]
     return float(blocks + 14 * tokens * config.vocab_size + 12 * largest)

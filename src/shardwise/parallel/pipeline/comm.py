@@ -78,7 +78,9 @@ def encode_ports(ports: tuple[StageInput, ...]) -> bytes:
             assert all(type(one) in (Replicate, Shard) for one in known.placements), known
             dims = [one.dim if isinstance(one, Shard) else None for one in known.placements]
             layout = [known.axes, dims, known.shape, known.stride]
-        told.append([port.place, port.shape, str(port.dtype).removeprefix("torch."), port.grad, layout])
+        told.append(
+            [port.place, port.shape, str(port.dtype).removeprefix("torch."), port.grad, layout]
+        )
     return json.dumps(told).encode()
 
 
@@ -115,11 +117,15 @@ class StageComm:
             (way, peer): deque(_sent(way, orders[peer], owners, peer, rank))
             for way in ("forward", "backward") for peer in range(len(orders)) if peer != rank
         }  # fmt: skip
-        self._arriving: dict[Message, tuple[tuple[StageInput, ...], list[torch.Tensor], list[Any]]] = {}
+        self._arriving: dict[
+            Message, tuple[tuple[StageInput, ...], list[torch.Tensor], list[Any]]
+        ] = {}
         self._sending: list[tuple[Message, Any, torch.Tensor]] = []
         self._back: dict[tuple[int, int], tuple[StageInput, ...]] = {}  # gradients that are to come
 
-    def send(self, chunk: int, micro: int, ports: tuple[StageInput, ...], tensors: Sequence[torch.Tensor]) -> None:
+    def send(
+        self, chunk: int, micro: int, ports: tuple[StageInput, ...], tensors: Sequence[torch.Tensor]
+    ) -> None:
         """What a chunk needs for a micro-batch, to its owner."""
         message: Message = ("forward", chunk, micro)
         key = self._key(chunk, micro)
@@ -129,7 +135,9 @@ class StageComm:
             self._post(message, torch.tensor([len(words)]))
             self._post(message, words)
         elif self._known[key] != ports:
-            raise RuntimeError(f"chunk {chunk} is given {ports}, before it was {self._known[key]}: shapes do not tell")
+            raise RuntimeError(
+                f"chunk {chunk} is given {ports}, before it was {self._known[key]}: shapes do not tell"
+            )
         self._back[chunk - 1, micro] = ports
         for tensor in tensors:
             self._post(message, tensor.detach())
@@ -139,7 +147,9 @@ class StageComm:
         for gradient in gradients:
             self._post(("backward", chunk, micro), gradient.detach())
 
-    def receive(self, way: Way, chunk: int, micro: int) -> tuple[tuple[StageInput, ...], list[torch.Tensor]]:
+    def receive(
+        self, way: Way, chunk: int, micro: int
+    ) -> tuple[tuple[StageInput, ...], list[torch.Tensor]]:
         """What was sent for a chunk and a micro-batch; waits for it."""
         source = self._owners[chunk - 1 if way == "forward" else chunk + 1]
         message = (way, chunk, micro)
@@ -184,24 +194,40 @@ class StageComm:
         tensor = tensor.to("cpu" if goes_by_host(group) else self._device).contiguous()
         self._sending.append((message, dist.isend(tensor, group=group, group_dst=peer), tensor))
 
-    def _take(self, way: Way, source: int, shape: Sequence[int], dtype: torch.dtype) -> tuple[torch.Tensor, Any]:
+    def _take(
+        self, way: Way, source: int, shape: Sequence[int], dtype: torch.dtype
+    ) -> tuple[torch.Tensor, Any]:
         group = self._group(way, source, self._rank)
-        tensor = torch.empty(tuple(shape), dtype=dtype, device="cpu" if goes_by_host(group) else self._device)
+        tensor = torch.empty(
+            tuple(shape), dtype=dtype, device="cpu" if goes_by_host(group) else self._device
+        )
         return tensor, dist.irecv(tensor, group=group, group_src=source)
 
     def _expect(self, message: Message, source: int) -> None:
         way, chunk, micro = message
-        ports = self._ports(chunk, micro, source) if way == "forward" else self._back.pop((chunk, micro))
+        ports = (
+            self._ports(chunk, micro, source)
+            if way == "forward"
+            else self._back.pop((chunk, micro))
+        )
         wanted = [port for port in ports if port.grad or way == "forward"]
         taken = [self._take(way, source, port.shape, port.dtype) for port in wanted]
-        self._arriving[message] = ports, [tensor for tensor, _ in taken], [work for _, work in taken]
+        self._arriving[message] = (
+            ports,
+            [tensor for tensor, _ in taken],
+            [work for _, work in taken],
+        )
 
     def _may_come(self, message: Message, source: int) -> bool:
         """Whether a message can be asked for ahead: it is clear what it consists of, and nothing has to wait for it."""
         way, chunk, micro = message
         # NCCL groups that are bound to a device have one queue for all pairs, the others one for each pair.
         free = getattr(self._group(way, source, self._rank), "bound_device_id", None) is None
-        known = self._key(chunk, micro) in self._known if way == "forward" else (chunk, micro) in self._back
+        known = (
+            self._key(chunk, micro) in self._known
+            if way == "forward"
+            else (chunk, micro) in self._back
+        )
         return free and known
 
     def _ports(self, chunk: int, micro: int, source: int) -> tuple[StageInput, ...]:
@@ -215,7 +241,9 @@ class StageComm:
         return self._known[key]
 
 
-def _sent(way: Way, order: Sequence[Any], owners: Sequence[int], source: int, target: int) -> list[Message]:
+def _sent(
+    way: Way, order: Sequence[Any], owners: Sequence[int], source: int, target: int
+) -> list[Message]:
     """The messages from one rank to another, in the order in which they are sent."""
     kinds = ("forward",) if way == "forward" else ("backward", "input")
     step = 1 if way == "forward" else -1

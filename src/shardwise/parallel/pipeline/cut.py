@@ -19,7 +19,9 @@ from shardwise.core.compat.torch_private import tree_flatten, tree_unflatten
 from shardwise.nn.models.build import find_blocks
 from shardwise.nn.tiny.case import CannotParallelize
 
-Place = tuple[int | str, int]  # a tensor among the arguments of a call: the argument, and which tensor within it
+Place = tuple[
+    int | str, int
+]  # a tensor among the arguments of a call: the argument, and which tensor within it
 
 
 class Arguments:
@@ -38,7 +40,9 @@ class Arguments:
         """The arguments with the leaves as they are now."""
         values: dict[Any, Any] = {}
         for name, spec in self._specs.items():
-            values[name] = tree_unflatten([self.leaves[name, i] for i in range(spec.num_leaves)], spec)
+            values[name] = tree_unflatten(
+                [self.leaves[name, i] for i in range(spec.num_leaves)], spec
+            )
         return [values.pop(i) for i in range(self._positional)], values
 
 
@@ -119,7 +123,9 @@ class Cut:
         return True
 
 
-def cut_model(model: nn.Module, facts: StageFacts, stages: int, weights: Mapping[str, float] | None = None) -> Cut:
+def cut_model(
+    model: nn.Module, facts: StageFacts, stages: int, weights: Mapping[str, float] | None = None
+) -> Cut:
     """Divides a model into as many chunks, as evenly as may be by the weights of its blocks (default: parameters)."""
     blocks = dict(find_blocks(model))
     calls, like = _stretch(facts, list(blocks))
@@ -132,7 +138,9 @@ def cut_model(model: nn.Module, facts: StageFacts, stages: int, weights: Mapping
         allowed = [True] * len(calls)
         while ranges := balance(sizes, stages, allowed):
             for begin, _ in ranges[1:]:
-                if fault := next((fault for at in like[begin] if (fault := facts.fault(at, into))), ""):
+                if fault := next(
+                    (fault for at in like[begin] if (fault := facts.fault(at, into))), ""
+                ):
                     allowed[begin] = False
                     faults.append(f"{calls[begin].block}: {fault}")
             if all(allowed[begin] for begin, _ in ranges):
@@ -142,19 +150,28 @@ def cut_model(model: nn.Module, facts: StageFacts, stages: int, weights: Mapping
 
 def sizes_of(model: nn.Module) -> dict[str, float]:
     """The parameters of each block: work and memory go with them."""
-    return {name: float(sum(p.numel() for p in block.parameters())) for name, block in find_blocks(model)}
+    return {
+        name: float(sum(p.numel() for p in block.parameters()))
+        for name, block in find_blocks(model)
+    }
 
 
-def balance(weights: Sequence[float], parts: int, allowed: Sequence[bool] = ()) -> tuple[tuple[int, int], ...] | None:
+def balance(
+    weights: Sequence[float], parts: int, allowed: Sequence[bool] = ()
+) -> tuple[tuple[int, int], ...] | None:
     """Consecutive ranges whose heaviest is as light as can be; `allowed[i]`: whether one may begin at i."""
     total = [0.0, *itertools.accumulate(weights)]
     places = [i for i in range(1, len(weights)) if not allowed or allowed[i]]
     # best[i]: (the heaviest part, the begins) of the first i blocks in so many parts
-    best: dict[int, tuple[float, tuple[int, ...]]] = {i: (total[i], (0,)) for i in [*places, len(weights)]}
+    best: dict[int, tuple[float, tuple[int, ...]]] = {
+        i: (total[i], (0,)) for i in [*places, len(weights)]
+    }
     for count in range(2, parts + 1):
         best = {
             end: min(
-                (max(best[i][0], total[end] - total[i]), (*best[i][1], i)) for i in places if i in best and i < end
+                (max(best[i][0], total[end] - total[i]), (*best[i][1], i))
+                for i in places
+                if i in best and i < end
             )
             for end in [*places, len(weights)]
             if any(i in best and i < end for i in places)
@@ -175,23 +192,34 @@ def _stretch(facts: StageFacts, names: Sequence[str]) -> tuple[list[Call], list[
     called = {call.block for call in calls}
     if len(called) < len(calls):
         raise CannotParallelize(
-            calls[0].block, "it runs several times in a forward, how often in the large model is not known"
+            calls[0].block,
+            "it runs several times in a forward, how often in the large model is not known",
         )
-    numbered = {name for name in facts.outside if re.search(r"\.\d+(\.|$)", name)}  # lists that are as long as stacks
+    numbered = {
+        name for name in facts.outside if re.search(r"\.\d+(\.|$)", name)
+    }  # lists that are as long as stacks
     stretched: list[Call] = []
     like: list[list[int]] = []
     for stack, places in itertools.groupby(range(len(calls)), key=lambda i: _stack(calls[i].block)):
         tiny = list(places)
         wanted = [name for name in names if _stack(name) == stack]
         if len(tiny) < 2 < len(wanted):
-            raise CannotParallelize(stack, "a small model of this class has but one block, which shows too little")
+            raise CannotParallelize(
+                stack, "a small model of this class has but one block, which shows too little"
+            )
         for i, name in enumerate(wanted):
             like.append(tiny[1:] if i else tiny[:1])
-            call = _merged([calls[j] for j in _like(i, len(wanted), tiny)], [calls[j] for j in like[-1]])
+            call = _merged(
+                [calls[j] for j in _like(i, len(wanted), tiny)], [calls[j] for j in like[-1]]
+            )
             stretched.append(replace(call, block=name, lives=call.lives | numbered))
-    idle = {_stack(call.block) for call in calls} & {_stack(name) for name in facts.blocks if name not in called}
+    idle = {_stack(call.block) for call in calls} & {
+        _stack(name) for name in facts.blocks if name not in called
+    }
     if idle or not stretched:
-        raise CannotParallelize("", "the blocks of a small model of this class do not correspond to its own")
+        raise CannotParallelize(
+            "", "the blocks of a small model of this class do not correspond to its own"
+        )
     return stretched, like
 
 
@@ -209,4 +237,6 @@ def _like(place: int, count: int, tiny: list[int]) -> list[int]:
 
 def _merged(like: list[Call], takers: Iterable[Call]) -> Call:
     takes = dict.fromkeys(place for call in (*takers, *like) for place in call.takes)
-    return replace(like[0], takes=tuple(takes), lives=frozenset().union(*(call.lives for call in like)))
+    return replace(
+        like[0], takes=tuple(takes), lives=frozenset().union(*(call.lives for call in like))
+    )

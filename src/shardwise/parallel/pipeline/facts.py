@@ -20,8 +20,23 @@ from torch import nn
 
 from shardwise.core.compat.torch_private import tree_flatten
 from shardwise.nn.models.build import find_blocks
-from shardwise.nn.tiny.case import CannotParallelize, LossAndGradients, TinyCase, gradients_of, judge
-from shardwise.parallel.pipeline.cut import Arguments, Call, Cut, Like, Output, OutputShape, Place, StageFacts
+from shardwise.nn.tiny.case import (
+    CannotParallelize,
+    LossAndGradients,
+    TinyCase,
+    gradients_of,
+    judge,
+)
+from shardwise.parallel.pipeline.cut import (
+    Arguments,
+    Call,
+    Cut,
+    Like,
+    Output,
+    OutputShape,
+    Place,
+    StageFacts,
+)
 from shardwise.parallel.pipeline.schedule import Schedule
 from shardwise.parallel.pipeline.stage import Passed, StageIO, Stages
 
@@ -33,7 +48,9 @@ def probe(case: TinyCase) -> StageFacts:
     model, case = _deep(case)
     facts = _find_lives(copy.deepcopy(model), _watch(copy.deepcopy(model), case), case)
     wanted = _whole(copy.deepcopy(model), case)
-    return replace(facts, fault=functools.cache(functools.partial(_fault, model, facts, case, wanted)))
+    return replace(
+        facts, fault=functools.cache(functools.partial(_fault, model, facts, case, wanted))
+    )
 
 
 def _deep(case: TinyCase) -> tuple[Any, TinyCase]:
@@ -72,23 +89,34 @@ def _watch(model: nn.Module, case: TinyCase) -> StageFacts:
         _loss(model, case)
     if not calls:
         raise CannotParallelize(
-            blocks[0][0], "its code runs without the module being called, so it cannot be intercepted"
+            blocks[0][0],
+            "its code runs without the module being called, so it cannot be intercepted",
         )
     called = tuple({call.block for call in calls})
     names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    outside = frozenset(n for n in names if not n.startswith(tuple(f"{block}." for block in called)))
+    outside = frozenset(
+        n for n in names if not n.startswith(tuple(f"{block}." for block in called))
+    )
     return StageFacts(tuple(name for name, _ in blocks), tuple(calls), outside, lambda at, into: "")
 
 
 @contextmanager
 def _hooks(blocks: list[tuple[str, nn.Module]], calls: list[Call]) -> Iterator[None]:
     handles = []
-    made: dict[int, torch.Tensor] = {}  # by blocks so far; kept, so that no other tensor gets their place in memory
+    made: dict[
+        int, torch.Tensor
+    ] = {}  # by blocks so far; kept, so that no other tensor gets their place in memory
     for name, block in blocks:
 
         def hook(_: Any, args: Any, kwargs: Any, output: Any, name: str = name) -> None:
             calls.append(_call(name, Arguments(args, kwargs), output, made))
-            made.update({id(leaf): leaf for leaf in tree_flatten(output)[0] if isinstance(leaf, torch.Tensor)})
+            made.update(
+                {
+                    id(leaf): leaf
+                    for leaf in tree_flatten(output)[0]
+                    if isinstance(leaf, torch.Tensor)
+                }
+            )
 
         handles.append(block.register_forward_hook(hook, with_kwargs=True))
     try:
@@ -110,12 +138,16 @@ def _call(name: str, arguments: Arguments, output: Any, made: Mapping[int, torch
     for leaf in leaves:
         if not isinstance(leaf, torch.Tensor):
             found.append(leaf)
-        elif (place := next((p for p, shape in free.items() if shape == leaf.shape), None)) is not None:
+        elif (
+            place := next((p for p, shape in free.items() if shape == leaf.shape), None)
+        ) is not None:
             found.append(Like(place))
             del free[place]
         else:
             found.append(OutputShape(tuple(leaf.shape)))
-    return Call(name, tuple(takes), Output(spec, tuple(found), tuple(next(iter(takes.values())).shape)))
+    return Call(
+        name, tuple(takes), Output(spec, tuple(found), tuple(next(iter(takes.values())).shape))
+    )
 
 
 def _find_lives(model: nn.Module, facts: StageFacts, case: TinyCase) -> StageFacts:
@@ -134,19 +166,33 @@ def _find_lives(model: nn.Module, facts: StageFacts, case: TinyCase) -> StageFac
         passed = stages.forward(chunk, wire, lambda: _loss(model, case))
         wire = passed.wire
         made = [passed.result] if wire is None else wire.differentiable
-        gradients = torch.autograd.grad([x.sum() for x in made], list(named.values()), allow_unused=True)
-        lives = {n for n, g in zip(named, gradients, strict=True) if g is not None and n in facts.outside}
+        gradients = torch.autograd.grad(
+            [x.sum() for x in made], list(named.values()), allow_unused=True
+        )
+        lives = {
+            n for n, g in zip(named, gradients, strict=True) if g is not None and n in facts.outside
+        }
         calls.append(replace(call, lives=fixed | lives))
     return replace(facts, calls=tuple(calls))
 
 
-def _fault(model: nn.Module, facts: StageFacts, case: TinyCase, wanted: LossAndGradients, at: int, into: bool) -> str:
+def _fault(
+    model: nn.Module,
+    facts: StageFacts,
+    case: TinyCase,
+    wanted: LossAndGradients,
+    at: int,
+    into: bool,
+) -> str:
     """Why a model cannot be cut in two before a block; "" if it can."""
     if at == 0:
         return ""
     cut = Cut(facts.calls, ((0, at), (at, len(facts.calls))), facts.outside, into)
     try:
-        answer = _in_two([Stages(copy.deepcopy(model), cut, rank, 2, Schedule("1f1b")) for rank in range(2)], case)
+        answer = _in_two(
+            [Stages(copy.deepcopy(model), cut, rank, 2, Schedule("1f1b")) for rank in range(2)],
+            case,
+        )
     except CannotParallelize as refusal:
         return refusal.why
     except Exception as error:
@@ -166,7 +212,9 @@ def _in_two(halves: list[Stages], case: TinyCase) -> LossAndGradients:
     wire = StageIO(begun.wire.ports, tuple(tensor.detach() for tensor in begun.wire.tensors))
     ended = last.forward(1, wire, lambda: _loss(last.model, case))
     ended.result.backward()
-    back = [given.grad if given.grad is not None else torch.zeros_like(given) for given in ended.given]
+    back = [
+        given.grad if given.grad is not None else torch.zeros_like(given) for given in ended.given
+    ]
     taken = [g for port, g in zip(wire.ports, back, strict=True) if port.grad]
     torch.autograd.backward(begun.wire.differentiable, taken)
     summed: dict[str, torch.Tensor] = {}

@@ -89,7 +89,9 @@ class Pipeline:
         source = dist.get_global_rank(self.group, self.owners[-1])
         dist.broadcast_object_list(told, src=source, group=self.group)
         shape, dtype = told[0]
-        logits: torch.Tensor = found[0].contiguous() if found else torch.empty(shape, dtype=dtype, device=self.device)
+        logits: torch.Tensor = (
+            found[0].contiguous() if found else torch.empty(shape, dtype=dtype, device=self.device)
+        )
         dist.broadcast(logits, src=source, group=self.group)
         return logits
 
@@ -118,7 +120,13 @@ class _Step:
         self._owners, self._order = pipeline.owners, orders[stages.rank]
         keys = [shapes_of(micro) for micro in micro_batches]
         self._mail = StageComm(
-            pipeline.links, stages.rank, pipeline.owners, orders, keys, pipeline._known, pipeline.device
+            pipeline.links,
+            stages.rank,
+            pipeline.owners,
+            orders,
+            keys,
+            pipeline._known,
+            pipeline.device,
         )
         timed = pipeline.record and to_backward is not None
         self._clock = _Clock(stages.rank, pipeline.device) if timed else None
@@ -128,13 +136,23 @@ class _Step:
         self._weights: dict[tuple[int, int], Any] = {}
         self._results: dict[int, Any] = {}
         kinds = ("backward", "input")
-        self._left = {chunk: sum(a.chunk == chunk and a.kind in kinds for a in self._order) for chunk in stages.chunks}
+        self._left = {
+            chunk: sum(a.chunk == chunk and a.kind in kinds for a in self._order)
+            for chunk in stages.chunks
+        }
 
     def run(self) -> list[Any]:
-        do = {"forward": self._forward, "backward": self._backward, "input": self._input, "weight": self._weight}
+        do = {
+            "forward": self._forward,
+            "backward": self._backward,
+            "input": self._input,
+            "weight": self._weight,
+        }
         for action in self._order:
             if self._stages.carried is not None:
-                self._stages.carried.enter(action.micro)  # a block that backward recomputes is of this micro-batch
+                self._stages.carried.enter(
+                    action.micro
+                )  # a block that backward recomputes is of this micro-batch
             do[action.kind](action)
         self._mail.finish()
         if self._pipeline.schedule.splits and self._before_backward is not None:
@@ -149,7 +167,9 @@ class _Step:
         wire = self._incoming(chunk, micro)
         model = self._stages.model
         with self._timed(action):
-            passed = self._stages.forward(chunk, wire, lambda: self._compute(model, self._micros[micro]))
+            passed = self._stages.forward(
+                chunk, wire, lambda: self._compute(model, self._micros[micro])
+            )
         if self._to_backward is not None:
             self._passed[chunk, micro] = passed
         if passed.wire is None:
@@ -191,7 +211,9 @@ class _Step:
         with self._timed(action):
             backward_of_weights(weights, kept)
 
-    def _outgoing(self, action: Action) -> tuple[Passed, list[torch.Tensor], list[torch.Tensor] | None]:
+    def _outgoing(
+        self, action: Action
+    ) -> tuple[Passed, list[torch.Tensor], list[torch.Tensor] | None]:
         """What was made in the forward, and the gradients that came back for it."""
         _, chunk, micro = action
         passed = self._passed.pop((chunk, micro))
@@ -207,7 +229,10 @@ class _Step:
         if chunk == 0:
             return
         wanted = [tensor for tensor in passed.given if tensor.requires_grad]
-        gradients = [tensor.grad if tensor.grad is not None else torch.zeros_like(tensor) for tensor in wanted]
+        gradients = [
+            tensor.grad if tensor.grad is not None else torch.zeros_like(tensor)
+            for tensor in wanted
+        ]
         if self._owners[chunk - 1] == self._stages.rank:
             self._local["backward", chunk - 1, micro] = gradients
         else:
@@ -220,7 +245,9 @@ class _Step:
         if isinstance(model, FSDPModule):
             model.set_is_last_backward(action.kind == "backward" and not any(self._left.values()))
         assert self._before_backward is not None
-        self._before_backward(action.chunk, action.kind == "backward" and self._left[action.chunk] == 0)
+        self._before_backward(
+            action.chunk, action.kind == "backward" and self._left[action.chunk] == 0
+        )
 
     def _timed(self, action: Action) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext() if self._clock is None else self._clock.timed(action)
@@ -231,7 +258,9 @@ def _detached(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.detach()
     if is_dataclass(value) and not isinstance(value, type):
-        return replace(value, **{field.name: _detached(getattr(value, field.name)) for field in fields(value)})
+        return replace(
+            value, **{field.name: _detached(getattr(value, field.name)) for field in fields(value)}
+        )
     if isinstance(value, dict):
         return {key: _detached(one) for key, one in value.items()}
     if type(value) in (list, tuple):
@@ -264,8 +293,11 @@ class _Clock:
         if self._cuda:
             torch.cuda.synchronize()
         return [
-            ActionSpan(self._rank, action, self._since(begin), self._since(end)) for action, begin, end in self._marks
+            ActionSpan(self._rank, action, self._since(begin), self._since(end))
+            for action, begin, end in self._marks
         ]
 
     def _since(self, moment: Any) -> float:
-        return float(self._start.elapsed_time(moment) / 1000 if self._cuda else moment - self._start)
+        return float(
+            self._start.elapsed_time(moment) / 1000 if self._cuda else moment - self._start
+        )

@@ -17,7 +17,9 @@ from typing import Literal, NamedTuple
 from shardwise.config.schema import Parallel
 
 Style = Literal["gpipe", "1f1b", "interleaved", "zbv", "naive"]
-Kind = Literal["forward", "backward", "input", "weight"]  # a backward is whole, or split into its two parts
+Kind = Literal[
+    "forward", "backward", "input", "weight"
+]  # a backward is whole, or split into its two parts
 SIGNS: dict[Kind, str] = {"forward": "F", "backward": "B", "input": "I", "weight": "W"}
 
 
@@ -50,7 +52,9 @@ class Schedule:
     chunks: int = 1
 
     def __post_init__(self) -> None:
-        wanted = {"zbv": self.chunks == 2, "interleaved": self.chunks >= 1}.get(self.style, self.chunks == 1)
+        wanted = {"zbv": self.chunks == 2, "interleaved": self.chunks >= 1}.get(
+            self.style, self.chunks == 1
+        )
         if not wanted:
             raise ValueError(f"{self.style} does not go with {self.chunks} chunks per rank")
 
@@ -71,7 +75,8 @@ class Schedule:
             "gpipe": _gpipe, "naive": _naive, "1f1b": _interleaved, "interleaved": _interleaved, "zbv": _zero_bubble,
         }[self.style]  # fmt: skip
         return tuple(
-            tuple(one for one in make(rank, ranks, micros, self.chunks) if one.micro < micros) for rank in range(ranks)
+            tuple(one for one in make(rank, ranks, micros, self.chunks) if one.micro < micros)
+            for rank in range(ranks)
         )
 
 
@@ -87,15 +92,24 @@ def _gpipe(rank: int, ranks: int, micros: int, chunks: int) -> list[Action]:
 
 
 def _naive(rank: int, ranks: int, micros: int, chunks: int) -> list[Action]:
-    return [Action(kind, rank, micro) for micro in range(micros) for kind in ("forward", "backward")]
+    return [
+        Action(kind, rank, micro) for micro in range(micros) for kind in ("forward", "backward")
+    ]
 
 
 def _interleaved(rank: int, ranks: int, micros: int, chunks: int) -> list[Action]:
     """Rounds of one micro-batch per rank through each chunk in turn; with one chunk this is 1F1B."""
     rounds = -(-micros // ranks)
-    steps = [(chunk, lap * ranks + i) for lap in range(rounds) for chunk in range(chunks) for i in range(ranks)]
+    steps = [
+        (chunk, lap * ranks + i)
+        for lap in range(rounds)
+        for chunk in range(chunks)
+        for i in range(ranks)
+    ]
     forwards = [Action("forward", chunk * ranks + rank, micro) for chunk, micro in steps]
-    backwards = [Action("backward", (chunks - 1 - chunk) * ranks + rank, micro) for chunk, micro in steps]
+    backwards = [
+        Action("backward", (chunks - 1 - chunk) * ranks + rank, micro) for chunk, micro in steps
+    ]
     ahead = (ranks - 1 - rank) * (1 if chunks == 1 else 2) + (chunks - 1) * ranks
     ahead = min(ahead, len(forwards))
     order = forwards[:ahead]
@@ -107,7 +121,10 @@ def _interleaved(rank: int, ranks: int, micros: int, chunks: int) -> list[Action
 def _zero_bubble(rank: int, ranks: int, micros: int, chunks: int) -> list[Action]:
     """Zero-bubble V (Qi et al. 2024): weights wait until nothing else is to be done."""
     micros = max(micros, 2 * ranks - 1)
-    near, far = rank, 2 * ranks - 1 - rank  # this rank's chunks on the way there and on the way back
+    near, far = (
+        rank,
+        2 * ranks - 1 - rank,
+    )  # this rank's chunks on the way there and on the way back
     done: dict[tuple[Kind, int], int] = {}
     order: list[Action] = []
 
@@ -156,23 +173,36 @@ def needs(action: Action, chunks: int, splits: bool) -> list[Action]:
         return [Action("forward", chunk - 1, micro)] if chunk else []
     if kind == "weight":
         return [Action("input", chunk, micro)]
-    after = [Action("input" if splits else "backward", chunk + 1, micro)] if chunk + 1 < chunks else []
+    after = (
+        [Action("input" if splits else "backward", chunk + 1, micro)] if chunk + 1 < chunks else []
+    )
     return [Action("forward", chunk, micro), *after]
 
 
 def check_orders(schedule: Schedule, ranks: int, micros: int) -> None:
     """Every action once, on its owner, and no rank waits for ever; a ValueError says what is wrong."""
     owners, orders = schedule.owners(ranks), schedule.orders(ranks, micros)
-    kinds: tuple[Kind, ...] = ("forward", "input", "weight") if schedule.splits else ("forward", "backward")
+    kinds: tuple[Kind, ...] = (
+        ("forward", "input", "weight") if schedule.splits else ("forward", "backward")
+    )
     for rank, order in enumerate(orders):
         mine = [chunk for chunk, owner in enumerate(owners) if owner == rank]
-        wanted = {Action(kind, chunk, micro) for kind in kinds for chunk in mine for micro in range(micros)}
+        wanted = {
+            Action(kind, chunk, micro)
+            for kind in kinds
+            for chunk in mine
+            for micro in range(micros)
+        }
         if len(order) != len(wanted) or set(order) != wanted:
-            raise ValueError(f"rank {rank} of {ranks} does not do each of its actions once: {schedule}")
+            raise ValueError(
+                f"rank {rank} of {ranks} does not do each of its actions once: {schedule}"
+            )
     simulate(schedule, ranks, micros, lambda _: 1.0)
 
 
-def simulate(schedule: Schedule, ranks: int, micros: int, seconds: Callable[[Action], float]) -> list[ActionSpan]:
+def simulate(
+    schedule: Schedule, ranks: int, micros: int, seconds: Callable[[Action], float]
+) -> list[ActionSpan]:
     """When each action would run if it took so long and messages took no time."""
     owners, orders = schedule.owners(ranks), schedule.orders(ranks, micros)
     ends: dict[Action, float] = {}
@@ -193,7 +223,9 @@ def simulate(schedule: Schedule, ranks: int, micros: int, seconds: Callable[[Act
                 at[rank] += 1
                 moved = True
     if stuck := [rank for rank in range(ranks) if at[rank] < len(orders[rank])]:
-        raise ValueError(f"rank {stuck[0]} waits for ever at {orders[stuck[0]][at[stuck[0]]]}: {schedule}")
+        raise ValueError(
+            f"rank {stuck[0]} waits for ever at {orders[stuck[0]][at[stuck[0]]]}: {schedule}"
+        )
     return spans
 
 

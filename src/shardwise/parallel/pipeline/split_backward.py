@@ -43,11 +43,18 @@ class Kept:
 def check_split(model: nn.Module, blocks: Sequence[tuple[str, nn.Module]]) -> None:
     """Refuses where the weights' part would be lost; see [Note: FSDP and split backwards]."""
     sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    if any(group.post_forward_mesh_info is not None for unit in sharded for group in parameter_groups(unit)):
-        raise CannotParallelize("", "zbv needs the parameters between the parts of a backward: choose ZeRO 2 or less")
+    if any(
+        group.post_forward_mesh_info is not None
+        for unit in sharded
+        for group in parameter_groups(unit)
+    ):
+        raise CannotParallelize(
+            "", "zbv needs the parameters between the parts of a backward: choose ZeRO 2 or less"
+        )
     if sharded and (again := next((name for name, block in blocks if is_recomputed(block)), "")):
         raise CannotParallelize(
-            again, "zbv would recompute each sharded block twice: choose another schedule, or no recompute"
+            again,
+            "zbv would recompute each sharded block twice: choose another schedule, or no recompute",
         )
 
 
@@ -76,8 +83,14 @@ def backward_of_inputs(
         split_gradients = whole_gradients = None
     else:
         split_gradients = [gradient for gradient, met in zip(gradients, meets, strict=True) if met]
-        whole_gradients = [gradient for gradient, met in zip(gradients, meets, strict=True) if not met]
-    groups = stage_backward_input(split, split_gradients, list(inputs), iter(weights))[1] if split else []
+        whole_gradients = [
+            gradient for gradient, met in zip(gradients, meets, strict=True) if not met
+        ]
+    groups = (
+        stage_backward_input(split, split_gradients, list(inputs), iter(weights))[1]
+        if split
+        else []
+    )
     return Kept(groups, whole, whole_gradients)
 
 

@@ -142,7 +142,13 @@ class Stages:
     """
 
     def __init__(
-        self, model: nn.Module, cut: Cut, rank: int, ranks: int, schedule: Schedule, dtype: torch.dtype | None = None
+        self,
+        model: nn.Module,
+        cut: Cut,
+        rank: int,
+        ranks: int,
+        schedule: Schedule,
+        dtype: torch.dtype | None = None,
     ) -> None:
         self.model, self.cut, self.rank, self.ranks = model, cut, rank, ranks
         self.dtype, self.device = dtype, torch.device("cpu")
@@ -205,7 +211,9 @@ class Stages:
             if stages._pass is not None:
                 return stages._pass.call(self, functools.partial(kind.__call__, self), args, kwargs)
             if not owned:
-                raise RuntimeError(f"{stages._names[id(self)]} lies on another rank: run the model by its pipeline")
+                raise RuntimeError(
+                    f"{stages._names[id(self)]} lies on another rank: run the model by its pipeline"
+                )
             return kind.__call__(self, *args, **kwargs)
 
         block.__class__ = _subclass(kind, {"__call__": __call__})
@@ -216,10 +224,14 @@ class Stages:
         gone = {id(p) for name, p in self.model.named_parameters() if name not in kept}
         for block in strange:
             for module in block.modules():
-                module._parameters.update({name: None for name, p in module._parameters.items() if id(p) in gone})
+                module._parameters.update(
+                    {name: None for name, p in module._parameters.items() if id(p) in gone}
+                )
                 module._buffers.update(dict.fromkeys(module._buffers))
         for module in list(self.model.modules()):
-            if holes := {name: p for name, p in module._parameters.items() if p is not None and id(p) in gone}:
+            if holes := {
+                name: p for name, p in module._parameters.items() if p is not None and id(p) in gone
+            }:
                 for name in holes:
                     del module._parameters[name]
                 hollow = {name: self._hole(p.shape, p.dtype) for name, p in holes.items()}
@@ -242,7 +254,9 @@ class Stages:
             if running is None:
                 return plain(*args, **kwargs)  # blocks of other ranks say what is wrong
             if running.entered:
-                raise RuntimeError("the model was called twice for one micro-batch: a pipeline runs it once")
+                raise RuntimeError(
+                    "the model was called twice for one micro-batch: a pipeline runs it once"
+                )
             running.entered = True
             try:
                 output = plain(*args, **kwargs)
@@ -256,7 +270,11 @@ class Stages:
 
 
 def _subclass(kind: type, entries: dict[str, Any]) -> type:
-    return type(kind.__name__, (kind,), entries | {"__module__": kind.__module__, "__qualname__": kind.__qualname__})
+    return type(
+        kind.__name__,
+        (kind,),
+        entries | {"__module__": kind.__module__, "__qualname__": kind.__qualname__},
+    )
 
 
 @dataclass
@@ -317,10 +335,16 @@ class _StageForward:
                 self.stages.carried.take(leaf)
                 continue
             if port.place not in arguments.leaves:
-                raise RuntimeError(f"{name} is called without its argument {port.place} on this stage")
+                raise RuntimeError(
+                    f"{name} is called without its argument {port.place} on this stage"
+                )
             before = arguments.leaves[port.place]
             after = leaf if port.layout is None else self._divided(leaf, port.layout)
-            if self.stages.cut.into and isinstance(before, torch.Tensor) and before.dtype == after.dtype:
+            if (
+                self.stages.cut.into
+                and isinstance(before, torch.Tensor)
+                and before.dtype == after.dtype
+            ):
                 before.copy_(after)
                 continue
             arguments.leaves[port.place] = after
@@ -331,19 +355,32 @@ class _StageForward:
     def _divided(self, tensor: torch.Tensor, layout: ShardLayout) -> DTensor:
         mesh = next((m for m in self.stages.meshes if m.mesh_dim_names == layout.axes), None)
         if mesh is None:
-            raise RuntimeError(f"a boundary is divided over {layout.axes}, of which the pipeline was given no mesh")
+            raise RuntimeError(
+                f"a boundary is divided over {layout.axes}, of which the pipeline was given no mesh"
+            )
         return DTensor.from_local(
-            tensor, mesh, layout.placements, run_check=False, shape=torch.Size(layout.shape), stride=layout.stride
+            tensor,
+            mesh,
+            layout.placements,
+            run_check=False,
+            shape=torch.Size(layout.shape),
+            stride=layout.stride,
         )
 
     def check_ended(self) -> None:
         if self.at != len(self.stages.cut.calls) or not self.is_last:
-            raise RuntimeError(f"the forward ended after {self.at} of {len(self.stages.cut.calls)} blocks")
+            raise RuntimeError(
+                f"the forward ended after {self.at} of {len(self.stages.cut.calls)} blocks"
+            )
 
 
 def _stand_in(call: Call, arguments: Arguments) -> Any:
     """What a block would return, by its structure: of the values nothing is used."""
-    found = {place: leaf for place in call.takes if isinstance(leaf := arguments.leaves.get(place), torch.Tensor)}
+    found = {
+        place: leaf
+        for place in call.takes
+        if isinstance(leaf := arguments.leaves.get(place), torch.Tensor)
+    }
     some = next(iter(found.values()))
     sizes = dict(zip(call.gives.like, some.shape, strict=False))
     leaves = []
@@ -366,19 +403,26 @@ def _captured(call: Call, arguments: Arguments) -> StageIO:
             whole = [Replicate() if isinstance(p, Partial) else p for p in tensor.placements]
             tensor = tensor.redistribute(placements=whole)
             layout = ShardLayout(
-                tuple(tensor.device_mesh.mesh_dim_names or ()), tuple(whole), tuple(tensor.shape), tensor.stride()
+                tuple(tensor.device_mesh.mesh_dim_names or ()),
+                tuple(whole),
+                tuple(tensor.shape),
+                tensor.stride(),
             )
             tensor = tensor.to_local(grad_placements=whole)
         grad = tensor.requires_grad
         tensor = tensor.contiguous()
         if grad and (is_view(tensor) or tensor.is_leaf):
-            tensor = tensor.clone()  # gradients are asked for from here on: an own node of the graph
+            tensor = (
+                tensor.clone()
+            )  # gradients are asked for from here on: an own node of the graph
         ports.append(StageInput(place, tuple(tensor.shape), tensor.dtype, grad, layout))
         tensors.append(tensor)
     return StageIO(tuple(ports), tuple(tensors))
 
 
-def _find_owners(model: nn.Module, cut: Cut, chunk_owners: Sequence[int]) -> dict[str, tuple[int, ...]]:
+def _find_owners(
+    model: nn.Module, cut: Cut, chunk_owners: Sequence[int]
+) -> dict[str, tuple[int, ...]]:
     """The ranks that need each parameter; what none needs stays with the last chunk."""
     holders: dict[str, set[int]] = {call.block: set() for call in cut.calls}
     for chunk, owner in enumerate(chunk_owners):
@@ -394,7 +438,9 @@ def _find_owners(model: nn.Module, cut: Cut, chunk_owners: Sequence[int]) -> dic
             if (inside := next((one for one in _above(name) if one in holders), None)) is not None:
                 ranks |= holders[inside]
             else:
-                ranks |= {owner for chunk, owner in enumerate(chunk_owners) if cut.needs(chunk, name)}
+                ranks |= {
+                    owner for chunk, owner in enumerate(chunk_owners) if cut.needs(chunk, name)
+                }
         found[names[0]] = tuple(sorted(ranks)) or (chunk_owners[-1],)
     return found
 

@@ -44,7 +44,12 @@ class BiasUpdate:
     """
 
     def __init__(
-        self, model: nn.Module, patterns: Mapping[str, str], loads: ExpertLoads, mesh: DeviceMesh, rate: float
+        self,
+        model: nn.Module,
+        patterns: Mapping[str, str],
+        loads: ExpertLoads,
+        mesh: DeviceMesh,
+        rate: float,
     ) -> None:
         self.patterns = tuple(patterns.values())
         self.biases = find_biases(model, patterns, loads)  # of the layers that this rank has
@@ -66,12 +71,16 @@ class BiasUpdate:
             tensor += (moved if taken is True else moved * taken).view_as(tensor)
 
 
-def find_biases(model: nn.Module, patterns: Mapping[str, str], loads: ExpertLoads) -> dict[str, Bias]:
+def find_biases(
+    model: nn.Module, patterns: Mapping[str, str], loads: ExpertLoads
+) -> dict[str, Bias]:
     """The biases of a model by name, of the layers that this rank has; a frozen parameter becomes a buffer in fp32.
 
     `patterns`: of biases, by those of the experts that they are for.
     """
-    rows = {pattern_of(layer) + "".join(_numbers(layer)): row for row, layer in enumerate(loads.layers)}
+    rows = {
+        pattern_of(layer) + "".join(_numbers(layer)): row for row, layer in enumerate(loads.layers)
+    }
     experts = {bias: stack for stack, bias in patterns.items()}
     found: dict[str, Bias] = {}
     tensors: dict[str, Any] = dict(model.named_parameters()) | dict(model.named_buffers())

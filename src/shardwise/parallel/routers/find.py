@@ -47,7 +47,9 @@ class Site:
 
     def holds(self, name: str, module: nn.Module) -> bool:
         """Whether a module is one of them, also where another class has been put in front of its own."""
-        return pattern_of(name) == self.pattern and any(c.__name__ == self.kind for c in type(module).__mro__)
+        return pattern_of(name) == self.pattern and any(
+            c.__name__ == self.kind for c in type(module).__mro__
+        )
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,11 @@ def routers_of(source: ModelSource, model: nn.Module) -> Routers | None:
     kinds = {type(module).__name__.lower() for module in model.modules()}
     if not any(word in kind for kind in kinds for word in WORDS):
         return None
-    key = type(source.config), json.dumps(source.config.to_dict(), default=str, sort_keys=True), source.task
+    key = (
+        type(source.config),
+        json.dumps(source.config.to_dict(), default=str, sort_keys=True),
+        source.task,
+    )
     if key not in _FOUND:
         _FOUND.clear()  # one model at a time is looked at
         _FOUND[key] = find_routers(source.config, source.task)
@@ -104,7 +110,9 @@ def find_routers(config: Any, task: Task) -> Routers | None:
         return None
     trouble, top_k = own.trouble, own.top_k or max(calls.values(), default=0)
     if own.sites and not trouble and own.coefficient is not None:
-        trouble = _differs(model, case, Routers(tuple(own.sites), own.top_k, own.coefficient, True, "", {}))
+        trouble = _differs(
+            model, case, Routers(tuple(own.sites), own.top_k, own.coefficient, True, "", {})
+        )
     return Routers(tuple(sites), top_k, own.coefficient, asked, trouble, _biases(model, case))
 
 
@@ -119,7 +127,9 @@ class _Own:
 
 
 @contextmanager
-def _outputs(model: nn.Module) -> Iterator[list[tuple[str, nn.Module, list[tuple[int | None, torch.Tensor]]]]]:
+def _outputs(
+    model: nn.Module,
+) -> Iterator[list[tuple[str, nn.Module, list[tuple[int | None, torch.Tensor]]]]]:
     """Every module's tensors as they come out, in the order of the calls: inner modules first."""
     found: list[tuple[str, nn.Module, list[tuple[int | None, torch.Tensor]]]] = []
     handles = []
@@ -127,7 +137,9 @@ def _outputs(model: nn.Module) -> Iterator[list[tuple[str, nn.Module, list[tuple
 
         def see(module: nn.Module, args: Any, output: Any, name: str = name) -> None:
             several = isinstance(output, (tuple, list))
-            each: list[tuple[int | None, Any]] = list(enumerate(output)) if several else [(None, output)]
+            each: list[tuple[int | None, Any]] = (
+                list(enumerate(output)) if several else [(None, output)]
+            )
             found.append((name, module, [(i, x) for i, x in each if isinstance(x, torch.Tensor)]))
 
         handles.append(module.register_forward_hook(see))
@@ -145,7 +157,10 @@ def _row(case: TinyCase, row: int) -> dict[str, torch.Tensor]:
 def _own_loss(model: Any, case: TinyCase) -> _Own:
     given = _row(case, 0)
     labels = given["decoder_input_ids" if "decoder_input_ids" in given else "input_ids"].clone()
-    given = {"input_ids": given["input_ids"], "labels": labels if case.task != "classify" else labels[:, 0] * 0}
+    given = {
+        "input_ids": given["input_ids"],
+        "labels": labels if case.task != "classify" else labels[:, 0] * 0,
+    }
     with _outputs(model) as seen:
         try:
             out = model(**given, **{FLAG: True})
@@ -201,11 +216,16 @@ def _top_k(sites: list[Site], logits: list[torch.Tensor], wanted: torch.Tensor) 
     for top_k in range(1, min(one.shape[-1] for one in rows) + 1):
         terms = Terms(1.0, 0.0, top_k)
         try:
-            sums = sum(sums_of(one, torch.zeros(len(one), dtype=torch.long), weights, terms) for one in rows)
+            sums = sum(
+                sums_of(one, torch.zeros(len(one), dtype=torch.long), weights, terms)
+                for one in rows
+            )
         except RuntimeError:
             return 0  # layers with unlike numbers of experts
         assert isinstance(sums, torch.Tensor)
-        if abs(losses_of(sums, weights, terms)["aux_loss"] - wanted.detach()) <= NEAR * abs(wanted.detach()):
+        if abs(losses_of(sums, weights, terms)["aux_loss"] - wanted.detach()) <= NEAR * abs(
+            wanted.detach()
+        ):
             return top_k
     return 0
 
@@ -213,7 +233,10 @@ def _top_k(sites: list[Site], logits: list[torch.Tensor], wanted: torch.Tensor) 
 def _differs(model: Any, case: TinyCase, found: Routers) -> str:
     """Why our sums over all rows at once are not its own loss of each row; empty if they are."""
     ids, terms = case.inputs(ROWS, WIDTH)["input_ids"], Terms(1.0, 0.0, found.top_k)
-    wanted = _answer(model, sum(model(input_ids=ids[i : i + 1], **{FLAG: True}).aux_loss for i in range(ROWS)) / ROWS)
+    wanted = _answer(
+        model,
+        sum(model(input_ids=ids[i : i + 1], **{FLAG: True}).aux_loss for i in range(ROWS)) / ROWS,
+    )
     routers = RouterLosses(found.modules(model), terms)
     batch = MicroBatch(ids, ids.clone(), None, None)
     routers.begin(batch)
@@ -252,9 +275,17 @@ def _beside_experts(model: nn.Module, case: TinyCase) -> list[Site]:
         for around in (parent, parent.rpartition(".")[0]):
             if around in blocks:
                 break
-            beside = [one for one in seen if one[0].startswith(f"{around}.") and not one[0].startswith(stack)]
+            beside = [
+                one
+                for one in seen
+                if one[0].startswith(f"{around}.") and not one[0].startswith(stack)
+            ]
             fitting = (
-                (name, router, [i for i, x in outputs if _are_logits(x, ROWS * WIDTH, experts_in(module))])
+                (
+                    name,
+                    router,
+                    [i for i, x in outputs if _are_logits(x, ROWS * WIDTH, experts_in(module))],
+                )
                 for name, router, outputs in beside
             )
             name, router, fits = next((one for one in fitting if one[2]), ("", None, []))
@@ -268,7 +299,12 @@ def _beside_experts(model: nn.Module, case: TinyCase) -> list[Site]:
 
 def _are_logits(x: torch.Tensor, tokens: int, experts: int) -> bool:
     """A value for each token and expert, and no probability."""
-    if not x.is_floating_point() or x.ndim < 2 or x.shape[-1] != experts or x.numel() != tokens * experts:
+    if (
+        not x.is_floating_point()
+        or x.ndim < 2
+        or x.shape[-1] != experts
+        or x.numel() != tokens * experts
+    ):
         return False
     return bool((x < 0).any() or (x > 1).any())
 
@@ -308,15 +344,23 @@ def _biases(model: Any, case: TinyCase) -> dict[str, str]:
         inside = model.get_submodule(parent)
         own = dict(inside.named_parameters()) | dict(inside.named_buffers())
         for name, tensor in own.items():
-            if tensor.numel() != experts or not tensor.is_floating_point() or name.startswith(stack[len(parent) + 1 :]):
+            if (
+                tensor.numel() != experts
+                or not tensor.is_floating_point()
+                or name.startswith(stack[len(parent) + 1 :])
+            ):
                 continue
-            if _decides(model, case, stack, tensor, chosen) and not _has_gradient(model, case, tensor):
+            if _decides(model, case, stack, tensor, chosen) and not _has_gradient(
+                model, case, tensor
+            ):
                 found[pattern_of(stack)] = pattern_of(f"{parent}.{name}")
     return found
 
 
 @torch.no_grad()
-def _decides(model: Any, case: TinyCase, stack: str, tensor: torch.Tensor, before: torch.Tensor) -> bool:
+def _decides(
+    model: Any, case: TinyCase, stack: str, tensor: torch.Tensor, before: torch.Tensor
+) -> bool:
     """Whether a large value at an expert's place has every token choose it."""
     flat = tensor.data.view(-1)
     expert = int(torch.bincount(before.flatten(), minlength=tensor.numel()).argmin())

@@ -53,7 +53,12 @@ class RouterLosses:
         tokens: Tokens | None = None,
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        self.terms, self.tokens, self._balance, self._group = terms, tokens or Tokens(), balance, group
+        self.terms, self.tokens, self._balance, self._group = (
+            terms,
+            tokens or Tokens(),
+            balance,
+            group,
+        )
         self._slots: dict[nn.Module, _TableSlot] = {}
         self._handles: list[Any] = []
         self._before: torch.Tensor | None = None  # sums of the stages before
@@ -71,7 +76,9 @@ class RouterLosses:
     def clear_behind(self, model: nn.Module) -> None:
         """Empties slots behind blocks that backward recomputes; see [Note: leaving a block]."""
         for _, block in find_blocks(model):
-            if slots := [slot for module, slot in self._slots.items() if module in set(block.modules())]:
+            if slots := [
+                slot for module, slot in self._slots.items() if module in set(block.modules())
+            ]:
                 block.register_forward_hook(_clearing(slots), always_call=True)
 
     def begin(self, batch: Any) -> None:
@@ -95,7 +102,9 @@ class RouterLosses:
         shares = 1 if self._group is None else dist.get_world_size(self._group)
         found = {key: value / shares for key, value in losses_of(sums, weights, self.terms).items()}
         terms = self.terms
-        total = loss.total + sum(c * found[n] for n, c in (("aux_loss", terms.aux), ("z_loss", terms.z)) if c)
+        total = loss.total + sum(
+            c * found[n] for n, c in (("aux_loss", terms.aux), ("z_loss", terms.z)) if c
+        )
         own = {name: loss.total.detach()} | {key: value.detach() for key, value in found.items()}
         return replace(loss, total=total, figures={**loss.figures, **own})
 
@@ -142,7 +151,10 @@ class RoutedObjective:
     def __init__(self, plain: Objective, routers: RouterLosses) -> None:
         self._plain, self._routers, self.of_tokens = plain, routers, plain.of_tokens
         self._name = "cross_entropy" if plain.of_tokens else "loss_objective"
-        self.figures = (*plain.figures, *([self._name, *routers.terms.names] if routers.terms else []))
+        self.figures = (
+            *plain.figures,
+            *([self._name, *routers.terms.names] if routers.terms else []),
+        )
 
     def __call__(self, model: Any, batch: Any) -> Loss:
         """Summed over the micro-batch."""

@@ -31,7 +31,12 @@ class Routing:
 
 
 def routers_in(
-    model: Any, config: Any, task: Task, aux: float, z: float, group: dist.ProcessGroup | None = None
+    model: Any,
+    config: Any,
+    task: Task,
+    aux: float,
+    z: float,
+    group: dist.ProcessGroup | None = None,
 ) -> RouterLosses | None:
     """What watches the routers of a model, for trials; None where neither loss is asked for."""
     found = find_routers(config, task) if aux or z else None

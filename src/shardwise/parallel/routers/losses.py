@@ -30,7 +30,9 @@ class Terms:
         return bool(self.aux or self.z)
 
 
-def sums_of(logits: torch.Tensor, numbers: torch.Tensor, weights: torch.Tensor, terms: Terms) -> torch.Tensor:
+def sums_of(
+    logits: torch.Tensor, numbers: torch.Tensor, weights: torch.Tensor, terms: Terms
+) -> torch.Tensor:
     """(groups, sums) of one layer: probabilities and counts by expert, squared logsumexp, rows.
 
     `logits`: (tokens, experts); `numbers`: each token's group, the last one being left out; `weights`: as many as
@@ -45,13 +47,20 @@ def sums_of(logits: torch.Tensor, numbers: torch.Tensor, weights: torch.Tensor, 
             chosen = probabilities.topk(terms.top_k, -1).indices
             flat = (numbers[:, None] * experts + chosen).flatten()
             ones = torch.ones_like(flat, dtype=torch.float32)
-            counts = ones.new_zeros(groups * experts).scatter_add(0, flat, ones).view(groups, experts)
+            counts = (
+                ones.new_zeros(groups * experts).scatter_add(0, flat, ones).view(groups, experts)
+            )
         probabilities = probabilities.float()
-        parts += [probabilities.new_zeros(groups, experts).index_add(0, numbers, probabilities), counts]
+        parts += [
+            probabilities.new_zeros(groups, experts).index_add(0, numbers, probabilities),
+            counts,
+        ]
     if terms.z:
         squares = logits.float().logsumexp(-1, keepdim=True).square()
         parts.append(squares.new_zeros(groups, 1).index_add(0, numbers, squares))
-    rows = weights.new_zeros(groups, 1).index_add(0, numbers, weights.new_ones(1).expand(len(numbers), 1))
+    rows = weights.new_zeros(groups, 1).index_add(
+        0, numbers, weights.new_ones(1).expand(len(numbers), 1)
+    )
     return torch.cat([*parts, rows], 1)[:-1]
 
 
@@ -61,7 +70,10 @@ def losses_of(sums: torch.Tensor, weights: torch.Tensor, terms: Terms) -> dict[s
     found: dict[str, torch.Tensor] = {}
     if terms.aux:
         experts = (parts.shape[1] - bool(terms.z)) // 2
-        mean, share = parts[:, :experts] / rows[:, None], parts[:, experts : 2 * experts] / rows[:, None]
+        mean, share = (
+            parts[:, :experts] / rows[:, None],
+            parts[:, experts : 2 * experts] / rows[:, None],
+        )
         found["aux_loss"] = (weights[:-1] * experts * (mean * share).sum(-1)).sum()
     if terms.z:
         found["z_loss"] = (weights[:-1] * parts[:, -1] / rows).sum()

@@ -44,7 +44,9 @@ def choose(run: Run, found: Routers | None, model: nn.Module) -> Chosen:
         raise UserError("router.z_loss", z, NONE, "leave it out")
     if run.router.balance != "document" and not aux:
         problem = "is for the auxiliary loss, and there is none"
-        raise UserError("router.balance", run.router.balance, problem, "set router.aux_loss, or leave it out")
+        raise UserError(
+            "router.balance", run.router.balance, problem, "set router.aux_loss, or leave it out"
+        )
     return Chosen(aux, z, _bias_update(run, found, model, why), why)
 
 
@@ -70,7 +72,9 @@ def _aux_loss(run: Run, found: Routers | None, why: dict[str, str]) -> float:
             raise UserError("router.aux_loss", wanted, NONE, "leave it out")
         if wanted and found is not None and not found.top_k:
             problem = "how many experts its tokens choose is not seen in its calls"
-            raise UserError("router.aux_loss", wanted, problem, "leave it out, or use router.z_loss")
+            raise UserError(
+                "router.aux_loss", wanted, problem, "leave it out, or use router.z_loss"
+            )
         return wanted
     if found is None:
         return 0.0
@@ -79,11 +83,20 @@ def _aux_loss(run: Run, found: Routers | None, why: dict[str, str]) -> float:
             why["aux_loss"] = f"the model's config does not ask for it ({FLAG}: false)"
         return 0.0
     if found.trouble:
-        problem = f"the model's config asks for it ({FLAG}: true), but it cannot be had: {found.trouble}"
+        problem = (
+            f"the model's config asks for it ({FLAG}: true), but it cannot be had: {found.trouble}"
+        )
         number = "; a number adds the Switch Transformer's" if found.sites and found.top_k else ""
-        raise UserError("router.aux_loss", "auto", problem, f"set router.aux_loss: 0 to train without it{number}")
+        raise UserError(
+            "router.aux_loss",
+            "auto",
+            problem,
+            f"set router.aux_loss: 0 to train without it{number}",
+        )
     if found.coefficient is None:
-        why["aux_loss"] = f"the model's config says {FLAG}: true, but its own code adds no loss for it"
+        why["aux_loss"] = (
+            f"the model's config says {FLAG}: true, but its own code adds no loss for it"
+        )
         return 0.0
     why["aux_loss"] = f"the model's config asks for it ({FLAG}: true)"
     return found.coefficient
@@ -95,7 +108,9 @@ def _bias_update(run: Run, found: Routers | None, model: nn.Module, why: dict[st
     if wanted != "auto":
         if wanted and not biases:
             problem = "this model has no bias that decides which experts are chosen"
-            raise UserError("router.bias_update", wanted, problem, "leave it out, or use router.aux_loss")
+            raise UserError(
+                "router.bias_update", wanted, problem, "leave it out, or use router.aux_loss"
+            )
         return wanted
     if not biases:
         return 0.0
@@ -120,12 +135,20 @@ def told(chosen: Chosen, balance: str) -> str:
     over = "each document" if balance == "document" else "each micro-batch"
     said = []
     if chosen.aux_loss or "aux_loss" in chosen.why:
-        what = f"auxiliary loss × {chosen.aux_loss:g} over {over}" if chosen.aux_loss else "no auxiliary loss"
+        what = (
+            f"auxiliary loss × {chosen.aux_loss:g} over {over}"
+            if chosen.aux_loss
+            else "no auxiliary loss"
+        )
         said.append(what + _because(chosen, "aux_loss"))
     if chosen.z_loss:
         said.append(f"z-loss × {chosen.z_loss:g}")
     if chosen.bias_update or "bias_update" in chosen.why:
-        what = f"bias moves by {chosen.bias_update:g} a step" if chosen.bias_update else "bias stays as it is"
+        what = (
+            f"bias moves by {chosen.bias_update:g} a step"
+            if chosen.bias_update
+            else "bias stays as it is"
+        )
         said.append(what + _because(chosen, "bias_update"))
     return "; ".join(said)
 

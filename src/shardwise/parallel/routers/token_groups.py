@@ -22,13 +22,21 @@ class Tokens:
     """
 
     def __init__(self) -> None:
-        self.numbers: torch.Tensor | None = None  # (tokens): each one's group; that of padding is the last
-        self.weights: torch.Tensor | None = None  # (groups + 1): units of the loss in each, 0 for padding
+        self.numbers: torch.Tensor | None = (
+            None  # (tokens): each one's group; that of padding is the last
+        )
+        self.weights: torch.Tensor | None = (
+            None  # (groups + 1): units of the loss in each, 0 for padding
+        )
 
     @property
     def real(self) -> torch.Tensor | None:
         """(tokens): what is no padding; None where nothing is known of it."""
-        return None if self.numbers is None or self.weights is None else self.numbers < len(self.weights) - 1
+        return (
+            None
+            if self.numbers is None or self.weights is None
+            else self.numbers < len(self.weights) - 1
+        )
 
     def set(self, numbers: torch.Tensor | None, weights: torch.Tensor | None) -> None:
         """Moves on to another forward."""
@@ -41,11 +49,15 @@ def grouped(batch: Any, balance: Balance) -> tuple[torch.Tensor, torch.Tensor]:
     if balance == "micro_batch":
         numbers, groups = (numbers == groups).long(), 1
     weights = torch.zeros(groups + 1, device=numbers.device)
-    if isinstance(batch, PreferenceBatch):  # a pair of conversations is one unit, and so is a single one
+    if isinstance(
+        batch, PreferenceBatch
+    ):  # a pair of conversations is one unit, and so is a single one
         each = 1.0 if batch.wanted is not None else 0.5
         weights[:-1] = each * (batch.count if balance == "micro_batch" else 1)
     elif batch.labels.shape == batch.input_ids.shape:
-        weights.index_add_(0, numbers.flatten(), (batch.labels != IGNORE).flatten().to(weights.dtype))
+        weights.index_add_(
+            0, numbers.flatten(), (batch.labels != IGNORE).flatten().to(weights.dtype)
+        )
         weights[-1] = 0.0
     else:  # one class a row
         weights[:-1] = len(batch.labels) if balance == "micro_batch" else 1

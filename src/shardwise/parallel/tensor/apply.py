@@ -28,15 +28,26 @@ from shardwise.parallel.tensor.roles import Role, Roles, pattern_of
 __all__ = ["TensorParallel", "divide_tensor"]
 
 
-def divide_tensor(model: nn.Module, roles: Roles, mesh: DeviceMesh, sequence: bool = True) -> TensorParallel:
+def divide_tensor(
+    model: nn.Module, roles: Roles, mesh: DeviceMesh, sequence: bool = True
+) -> TensorParallel:
     """Divides a model in place, on `meta` without memory; `roles` are those of a bare model of its class."""
     tensor = TensorParallel(mesh, sequence)
     parts = {part.name: part for part in roles.parts}
     named = {name: module for name, module in model.named_modules() if not _is_hollow(module)}
-    elsewhere = [name for name, module in named.items() if _is_divided(module)]  # the expert axis has been here
-    plain = [n for n in named if pattern_of(n) in roles.plain and not any(_within(e, [n]) for e in elsewhere)]
+    elsewhere = [
+        name for name, module in named.items() if _is_divided(module)
+    ]  # the expert axis has been here
+    plain = [
+        n
+        for n in named
+        if pattern_of(n) in roles.plain and not any(_within(e, [n]) for e in elsewhere)
+    ]
     free = {n: m for n, m in named.items() if n not in elsewhere and not _within(n, plain)}
-    cuts = {name: _cut(tensor, name, module, parts.get(pattern_of(name))) for name, module in free.items()}
+    cuts = {
+        name: _cut(tensor, name, module, parts.get(pattern_of(name)))
+        for name, module in free.items()
+    }
     for name, module in free.items():
         if is_packed(module):
             slice_packed(module, cuts[name], mesh)
@@ -45,12 +56,16 @@ def divide_tensor(model: nn.Module, roles: Roles, mesh: DeviceMesh, sequence: bo
         tensor.whole[name] = roles.plain[pattern_of(name)]
         exchange(named[name], tensor.plain, named[name])
     blocks = dict(find_blocks(model))
-    inside = {module for block in blocks.values() for module in block.modules()} - set(blocks.values())
+    inside = {module for block in blocks.values() for module in block.modules()} - set(
+        blocks.values()
+    )
     for name, module in free.items():
         part = parts.get(pattern_of(name))
         _hook(tensor, name, module, cuts[name])
         if cuts[name] == "whole" and _has_matrix(module):
-            tensor.whole[name] = part.why if part is not None and part.why else _reason(module, part)
+            tensor.whole[name] = (
+                part.why if part is not None and part.why else _reason(module, part)
+            )
         if module in inside and _owns_matrices(module, cuts, name):
             module.register_forward_pre_hook(tensor.gather_inputs, with_kwargs=True)
             module.register_forward_hook(tensor.pin_outputs)
@@ -116,7 +131,11 @@ def _placement(module: nn.Module, cut: str, name: str) -> Placement:
         return Shard(0)
     turned = is_transposed(module) and name == "weight"
     matrix = name in ("weight", "lora_A", "lora_B")
-    if cut == "column" and name != "lora_A" and not (name == "ia3_l" and getattr(module, "ia3_feedforward", False)):
+    if (
+        cut == "column"
+        and name != "lora_A"
+        and not (name == "ia3_l" and getattr(module, "ia3_feedforward", False))
+    ):
         return Shard(1 if turned else 0)
     if cut == "row" and matrix and name != "lora_B":
         return Shard(0 if turned else 1)
@@ -125,7 +144,9 @@ def _placement(module: nn.Module, cut: str, name: str) -> Placement:
     return Replicate()
 
 
-def _divide_parameters(named: Mapping[str, nn.Module], cuts: Mapping[str, str], mesh: DeviceMesh) -> None:
+def _divide_parameters(
+    named: Mapping[str, nn.Module], cuts: Mapping[str, str], mesh: DeviceMesh
+) -> None:
     """Makes every parameter a DTensor; one that several modules share stays one, cut if any of them cuts it."""
     where: dict[nn.Parameter, Placement] = {}
     for name, module in named.items():
@@ -134,7 +155,9 @@ def _divide_parameters(named: Mapping[str, nn.Module], cuts: Mapping[str, str], 
             if where.setdefault(parameter, wanted).is_replicate():
                 where[parameter] = wanted
             elif not wanted.is_replicate() and wanted != where[parameter]:
-                raise CannotParallelize(f"{name}.{key}", "is shared by layers that would cut it in different ways")
+                raise CannotParallelize(
+                    f"{name}.{key}", "is shared by layers that would cut it in different ways"
+                )
     made = {p: _part_of(p, mesh, place) for p, place in where.items() if not isinstance(p, DTensor)}
     for module in named.values():
         for key, parameter in module.named_parameters(recurse=False):
@@ -145,8 +168,14 @@ def _part_of(parameter: nn.Parameter, mesh: DeviceMesh, where: Placement) -> nn.
     whole = parameter.detach()
     shape, offset = compute_local_shape_and_global_offset(whole.shape, mesh, [where])
     index = tuple(slice(o, o + s) for o, s in zip(offset, shape, strict=True))
-    local = torch.empty(shape, dtype=whole.dtype, device="meta") if whole.is_meta else whole[index].clone()
-    return nn.Parameter(wrap(local, mesh, where, whole.shape), requires_grad=parameter.requires_grad)
+    local = (
+        torch.empty(shape, dtype=whole.dtype, device="meta")
+        if whole.is_meta
+        else whole[index].clone()
+    )
+    return nn.Parameter(
+        wrap(local, mesh, where, whole.shape), requires_grad=parameter.requires_grad
+    )
 
 
 def _hook(tensor: TensorParallel, name: str, module: nn.Module, cut: str) -> None:

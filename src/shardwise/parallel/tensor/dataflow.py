@@ -24,7 +24,17 @@ RESIDUAL = "residual"
 HIGHEST = 3
 SCORES = ("scaled_dot_product", "_softmax", "softmax", "_flash_attention", "_efficient_attention")
 # What DTensor has no rule for, or a wrong one, or what kernels of other libraries do in its place.
-UNSUITED = ("nonzero", "convolution", "std", "sort", "bincount", "histc", "masked_scatter", "index_put", "unique_dim")
+UNSUITED = (
+    "nonzero",
+    "convolution",
+    "std",
+    "sort",
+    "bincount",
+    "histc",
+    "masked_scatter",
+    "index_put",
+    "unique_dim",
+)
 CHOICES = ("topk", "argmax", "sort", "one_hot")
 
 
@@ -32,13 +42,23 @@ CHOICES = ("topk", "argmax", "sort", "one_hot")
 class Seen:
     """What a forward pass showed of the linear layers inside blocks, by name."""
 
-    feeds: dict[str, set[str]] = field(default_factory=dict)  # layer → layers that read what it made
+    feeds: dict[str, set[str]] = field(
+        default_factory=dict
+    )  # layer → layers that read what it made
     reads_residual: set[str] = field(default_factory=set)
     called: list[str] = field(default_factory=list)
-    attends: set[str] = field(default_factory=set)  # layers whose output meets a softmax over scores
-    chooses: set[str] = field(default_factory=set)  # layers whose output is ranked, modules that rank in their forward
-    attention: set[str] = field(default_factory=set)  # modules in whose own forward scores were made
-    unsuited: dict[str, str] = field(default_factory=dict)  # modules whose own forward does what parts do not allow
+    attends: set[str] = field(
+        default_factory=set
+    )  # layers whose output meets a softmax over scores
+    chooses: set[str] = field(
+        default_factory=set
+    )  # layers whose output is ranked, modules that rank in their forward
+    attention: set[str] = field(
+        default_factory=set
+    )  # modules in whose own forward scores were made
+    unsuited: dict[str, str] = field(
+        default_factory=dict
+    )  # modules whose own forward does what parts do not allow
 
     def height(self, name: str, above: frozenset[str] = frozenset()) -> int:
         """Linear layers still to come on the longest way from here to the end of the block; at most HIGHEST of them."""
@@ -121,7 +141,9 @@ def _hooks(model: nn.Module, seen: Seen, taint: _Taint, stack: list[str]) -> Ite
     for name, module in model.named_modules():
         handles.append(module.register_forward_pre_hook(lambda *_, name=name: stack.append(name)))
         if module in inside and is_linear(module):
-            handles.append(module.register_forward_pre_hook(_reads(name, seen, taint), with_kwargs=True))
+            handles.append(
+                module.register_forward_pre_hook(_reads(name, seen, taint), with_kwargs=True)
+            )
             handles.append(module.register_forward_hook(_makes(name, seen, taint)))
         handles.append(module.register_forward_hook(lambda *_: stack.pop() and None))
     try:
@@ -135,7 +157,11 @@ def _enters(taint: _Taint) -> Any:
     """A block's input, and whatever has its width (an encoder's output), is the residual stream."""
 
     def hook(_: Any, args: Any, kwargs: Any) -> None:
-        floats = [x for x in tree_iter((args, kwargs)) if isinstance(x, torch.Tensor) and x.is_floating_point()]
+        floats = [
+            x
+            for x in tree_iter((args, kwargs))
+            if isinstance(x, torch.Tensor) and x.is_floating_point()
+        ]
         width = floats[0].shape[-1] if floats else 0
         for x in floats:
             if x.ndim == floats[0].ndim and x.shape[-1] == width:
@@ -172,7 +198,11 @@ def _makes(name: str, seen: Seen, taint: _Taint) -> Any:
 
 def _is_product(module: Any, args: Any, output: Any) -> bool:
     """Whether a linear layer of whatever class multiplied with its weight, and no more."""
-    if type(module).forward is nn.Linear.forward or len(args) != 1 or not isinstance(output, torch.Tensor):
+    if (
+        type(module).forward is nn.Linear.forward
+        or len(args) != 1
+        or not isinstance(output, torch.Tensor)
+    ):
         return type(module).forward is nn.Linear.forward
     weight = module.weight.t() if is_transposed(module) else module.weight
     wanted = nn.functional.linear(args[0], weight, module.bias)

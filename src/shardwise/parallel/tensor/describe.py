@@ -47,7 +47,12 @@ def show_roles(name: str, as_json: bool) -> None:
     """Prints them."""
     roles = roles_of(name)
     if as_json:
-        print(json.dumps({"parts": [asdict(part) for part in roles.parts], "differs": list(roles.differs)}, indent=1))
+        print(
+            json.dumps(
+                {"parts": [asdict(part) for part in roles.parts], "differs": list(roles.differs)},
+                indent=1,
+            )
+        )
         return
     table = Table(box=None, pad_edge=False)
     for title in ("part", "what it is", "tensor parallel", "why not"):
@@ -58,6 +63,8 @@ def show_roles(name: str, as_json: bool) -> None:
     console = Console(highlight=False)
     console.print(table)
     blocks = [part.name for part in roles.parts if part.kind == "block"]
-    console.print(f"\npipeline: cut between {' and '.join(blocks) or 'no blocks that could be found'}")
+    console.print(
+        f"\npipeline: cut between {' and '.join(blocks) or 'no blocks that could be found'}"
+    )
     for line in roles.differs:
         console.print(f"differs: {line}")

@@ -28,13 +28,18 @@ def add_rules() -> None:
     """Teaches DTensor that these take and give whole tensors."""
     for name, outputs in WHOLE.items():
         _add(getattr(torch.ops.aten, name).default, outputs)
-    if TORCH < (2, 12):  # whose rule fails where not every dimension has an index: the backward of x[:, positions]
+    if TORCH < (
+        2,
+        12,
+    ):  # whose rule fails where not every dimension has an index: the backward of x[:, positions]
         set_dtensor_handler(torch.ops.aten.index_put.default, _index_put)
 
 
 def _add(operator: Any, outputs: int) -> None:
     def rule(*args: Any, **kwargs: Any) -> Any:
-        given = [Replicate() if isinstance(x, DTensorSpec) else None for x in (*args, *kwargs.values())]
+        given = [
+            Replicate() if isinstance(x, DTensorSpec) else None for x in (*args, *kwargs.values())
+        ]
         return [([Replicate()] * outputs, given)]
 
     register_sharding(operator)(rule)

@@ -20,7 +20,10 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from shardwise.parallel.tensor.local import local_parameters, offset_of, to_local, to_whole, wrap
 from shardwise.parallel.tensor.rng import own_stream
 
-PER_HEAD = {"s_aux": 0, "position_bias": 1}  # arguments of attention functions, and where heads are in them
+PER_HEAD = {
+    "s_aux": 0,
+    "position_bias": 1,
+}  # arguments of attention functions, and where heads are in them
 
 
 class _GroupedAttention:
@@ -93,7 +96,10 @@ def _local(query: DTensor, key: Any, value: Any, mesh: DeviceMesh) -> tuple[Any,
     heads, fewer, size = query.shape[1], key.shape[1], mesh.size()
     key, value = to_whole(key, mesh), to_whole(value, mesh)
     if heads % size:
-        q, k, v = (to_local(x.redistribute(placements=[Replicate()]), Replicate()) for x in (query, key, value))
+        q, k, v = (
+            to_local(x.redistribute(placements=[Replicate()]), Replicate())
+            for x in (query, key, value)
+        )
         return q, k, v, heads // fewer
     where = [Shard(1)]
     q = to_local(query.redistribute(placements=where), Shard(1))
@@ -106,7 +112,10 @@ def _local(query: DTensor, key: Any, value: Any, mesh: DeviceMesh) -> tuple[Any,
     if any(mine.count(one) * len(picked) != len(mine) for one in picked):
         picked = mine
     index = torch.tensor(picked, device=q.device)
-    k, v = (to_local(x.redistribute(placements=[Replicate()]), Partial())[:, index] for x in (key, value))
+    k, v = (
+        to_local(x.redistribute(placements=[Replicate()]), Partial())[:, index]
+        for x in (key, value)
+    )
     return q, k, v, len(mine) // len(picked)
 
 
@@ -142,26 +151,40 @@ def _wrap(out: torch.Tensor, mesh: DeviceMesh, heads: int, dim: int) -> DTensor:
 
 
 def local_experts(
-    mesh: DeviceMesh, module: Any, forward: Callable[..., Any], hidden: Any, index: Any, weights: Any, *rest: Any
+    mesh: DeviceMesh,
+    module: Any,
+    forward: Callable[..., Any],
+    hidden: Any,
+    index: Any,
+    weights: Any,
+    *rest: Any,
 ) -> DTensor:
     """A stack of experts, of which this rank has some, on the tokens that chose those."""
     hidden, index, weights = (
         to_whole(x, mesh).redistribute(placements=[Replicate()]) for x in (hidden, index, weights)
     )
-    flat, chosen, shares = to_local(hidden, Partial()), index.to_local(), to_local(weights, Partial())
+    flat, chosen, shares = (
+        to_local(hidden, Partial()),
+        index.to_local(),
+        to_local(weights, Partial()),
+    )
     with local_parameters(module, Partial()):
         stack: Any = next(iter(module.parameters(recurse=False)))
         own, first = stack.to_local().shape[0], offset_of(stack)[0]
         mine = (chosen >= first) & (chosen < first + own)
         tokens, places = mine.nonzero(as_tuple=True)
-        if not len(tokens):  # still part of the graph, or the other ranks wait for its gradients in vain
+        if not len(
+            tokens
+        ):  # still part of the graph, or the other ranks wait for its gradients in vain
             tokens, places = (x.new_zeros(1) for x in (tokens, places))
         local = (chosen[tokens, places] - first).clamp(0, own - 1)
         share = shares[tokens, places] * mine[tokens, places]
         with _fewer(module, own):
             made = forward(flat[tokens], local[:, None], share[:, None], *rest)
     out = torch.zeros_like(flat).index_add(0, tokens, made.to(flat.dtype))
-    return DTensor.from_local(out, mesh, [Partial()], run_check=False).redistribute(placements=[Replicate()])
+    return DTensor.from_local(out, mesh, [Partial()], run_check=False).redistribute(
+        placements=[Replicate()]
+    )
 
 
 @contextmanager

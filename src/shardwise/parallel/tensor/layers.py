@@ -70,7 +70,9 @@ class TensorParallel:
         if self._inside:
             return forward(x)  # type: ignore[no-any-return]
         given = to_local(gather(to_whole(x, self.mesh)), Partial())
-        changes = {"nf": module.weight.to_local().shape[1]} if is_transposed(module) else {}  # Conv1D's width, by name
+        changes = (
+            {"nf": module.weight.to_local().shape[1]} if is_transposed(module) else {}
+        )  # Conv1D's width, by name
         with local_parameters(module, Partial()), _changed(module, **changes):
             y = forward(given)
         made = wrap(y, self.mesh, Shard(y.ndim - 1), torch.Size((*y.shape[:-1], width)))
@@ -85,7 +87,11 @@ class TensorParallel:
         drops = module.training and getattr(module, "lora_dropout", 0)
         changes = {"lora_group": self.mesh.get_group()} if isinstance(module, LoraLayer) else {}
         stream = own_stream(self.mesh) if drops else nullcontext()
-        with local_parameters(module, Partial(), once=("bias",)), _changed(module, **changes), stream:
+        with (
+            local_parameters(module, Partial(), once=("bias",)),
+            _changed(module, **changes),
+            stream,
+        ):
             y = forward(given)
         whole = wrap(y, self.mesh, Partial(), y.shape)
         return whole.redistribute(placements=[self.between(whole)])
@@ -112,18 +118,24 @@ class TensorParallel:
             self._inside = False
         return tree_map(lambda x: to_whole(x, self.mesh) if _is_floats(x) else x, made)
 
-    def carefully(self, name: str, module: nn.Module, forward: Forward, *args: Any, **kwargs: Any) -> Any:
+    def carefully(
+        self, name: str, module: nn.Module, forward: Forward, *args: Any, **kwargs: Any
+    ) -> Any:
         """A module whose code DTensor may not be able to follow; see [Note: carefully]."""
         if self._inside:
             return forward(*args, **kwargs)
         if name not in self._known and torch.is_grad_enabled():
-            copies = tree_map(lambda x: x.detach().clone() if isinstance(x, DTensor) else x, (args, kwargs))
+            copies = tree_map(
+                lambda x: x.detach().clone() if isinstance(x, DTensor) else x, (args, kwargs)
+            )
             devices = [torch.cuda.current_device()] if self.mesh.device_type == "cuda" else []
             with torch.no_grad(), torch.random.fork_rng(devices=devices):
                 self._attempt(name, module, forward, *copies[0], **copies[1])
         return self._attempt(name, module, forward, *args, **kwargs)
 
-    def _attempt(self, name: str, module: nn.Module, forward: Forward, *args: Any, **kwargs: Any) -> Any:
+    def _attempt(
+        self, name: str, module: nn.Module, forward: Forward, *args: Any, **kwargs: Any
+    ) -> Any:
         self._known.add(name)
         while name not in self._alone:
             try:
@@ -135,7 +147,11 @@ class TensorParallel:
 
     def _step_back(self, name: str, module: nn.Module, error: Exception) -> bool:
         """Whether there is another way to compute a module."""
-        cut = {m for m in module.modules() if getattr(vars(m).get("forward"), "func", None) == self.column}
+        cut = {
+            m
+            for m in module.modules()
+            if getattr(vars(m).get("forward"), "func", None) == self.column
+        }
         if cut - self._together:
             self._together |= cut
             return True
@@ -149,7 +165,11 @@ class TensorParallel:
         """Before a module that reads hidden states, once for all of its layers."""
 
         def gathered(x: Any) -> Any:
-            return gather(x) if isinstance(x, DTensor) and x.placements == (Shard(1),) and x.ndim == 3 else x
+            return (
+                gather(x)
+                if isinstance(x, DTensor) and x.placements == (Shard(1),) and x.ndim == 3
+                else x
+            )
 
         return tree_map(gathered, args), tree_map(gathered, kwargs)
 
@@ -167,7 +187,9 @@ class TensorParallel:
         if not isinstance(output, DTensor):
             return output
         where = self.between(output)
-        return wrap(to_local(output.redistribute(placements=[where]), where), self.mesh, where, output.shape)
+        return wrap(
+            to_local(output.redistribute(placements=[where]), where), self.mesh, where, output.shape
+        )
 
 
 def gather(x: DTensor) -> DTensor:
@@ -177,7 +199,9 @@ def gather(x: DTensor) -> DTensor:
     known: DTensor | None = getattr(x, "_gathered", None)
     if known is None or known.requires_grad != (x.requires_grad and torch.is_grad_enabled()):
         known = x.redistribute(placements=[Replicate()])
-        if not local_tensor(known).is_contiguous():  # torch 2.11 leaves the padding of uneven parts in between
+        if not local_tensor(
+            known
+        ).is_contiguous():  # torch 2.11 leaves the padding of uneven parts in between
             known = known.clone(memory_format=torch.contiguous_format)  # type: ignore[assignment]
         x._gathered = known  # type: ignore[attr-defined]
     return known
@@ -198,7 +222,10 @@ def _is_floats(x: Any) -> bool:
 
 
 def _is_sliced(module: Any) -> bool:
-    return is_packed(module) and module.packings["weight"].form.columns != module.packings["weight"].shape[1]
+    return (
+        is_packed(module)
+        and module.packings["weight"].form.columns != module.packings["weight"].shape[1]
+    )
 
 
 def _is_elsewhere(module: nn.Module, mesh: DeviceMesh) -> bool:

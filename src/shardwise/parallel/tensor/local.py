@@ -30,7 +30,11 @@ class _ToLocal(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         found = wrap(gradient, ctx.mesh, ctx.where, ctx.shape)
-        return (found if ctx.back is None else found.redistribute(placements=[ctx.back])), None, None
+        return (
+            (found if ctx.back is None else found.redistribute(placements=[ctx.back])),
+            None,
+            None,
+        )
 
 
 class _OnFirst(torch.autograd.Function):
@@ -53,13 +57,17 @@ def to_local(x: DTensor, gradient: Placement) -> torch.Tensor:
 
 def to_whole(x: torch.Tensor, mesh: DeviceMesh) -> DTensor:
     """What is the same on every rank, as a DTensor."""
-    return x if isinstance(x, DTensor) else DTensor.from_local(x, mesh, [Replicate()], run_check=False)
+    return (
+        x if isinstance(x, DTensor) else DTensor.from_local(x, mesh, [Replicate()], run_check=False)
+    )
 
 
 def wrap(local: torch.Tensor, mesh: DeviceMesh, where: Placement, shape: torch.Size) -> DTensor:
     """This rank's part as a DTensor of a whole shape."""
     stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(local.contiguous(), mesh, [where], run_check=False, shape=shape, stride=stride)
+    return DTensor.from_local(
+        local.contiguous(), mesh, [where], run_check=False, shape=shape, stride=stride
+    )
 
 
 def offset_of(x: DTensor) -> tuple[int, ...]:

@@ -50,11 +50,17 @@ def slice_packed(module: Any, cut: str, mesh: DeviceMesh) -> None:
     form = replace(packing.form, columns=packing.form.columns // mesh.size())
     if weight.is_meta:
         bytes_of_all = form.row_bytes * mesh.size()
-        module.weight = nn.Parameter(torch.empty(len(weight), bytes_of_all, dtype=torch.int8, device="meta"), False)
+        module.weight = nn.Parameter(
+            torch.empty(len(weight), bytes_of_all, dtype=torch.int8, device="meta"), False
+        )
     else:
         parts = packing.unpack(weight, torch.float32).split(form.columns, 1)
-        packed: list[torch.Tensor] = [packed_parameter(part, WeightPacking(part.shape, form)) for part in parts]
+        packed: list[torch.Tensor] = [
+            packed_parameter(part, WeightPacking(part.shape, form)) for part in parts
+        ]
         module.weight = nn.Parameter(torch.cat(packed, 1), False)
-    module.packings["weight"] = replace(packing, form=form, start=mesh.get_local_rank() * form.columns)
+    module.packings["weight"] = replace(
+        packing, form=form, start=mesh.get_local_rank() * form.columns
+    )
     if isinstance(module, LoraLayer) and module.lora_form is not None:
         module.lora_form = (module.lora_form[0], form.columns, form.bits, form.double)

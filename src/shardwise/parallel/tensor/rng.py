@@ -63,7 +63,12 @@ def local_dropout(mesh: DeviceMesh) -> Iterator[None]:
 
 
 def _dropout(
-    mesh: DeviceMesh, plain: Callable[..., Any], x: Any, p: float = 0.5, training: bool = True, inplace: bool = False
+    mesh: DeviceMesh,
+    plain: Callable[..., Any],
+    x: Any,
+    p: float = 0.5,
+    training: bool = True,
+    inplace: bool = False,
 ) -> Any:
     if not isinstance(x, DTensor) or not training or p == 0:
         return x if isinstance(x, DTensor) else plain(x, p, training, inplace)

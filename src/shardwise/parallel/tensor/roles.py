@@ -24,7 +24,18 @@ from shardwise.nn.adapters.targets import output_head
 from shardwise.nn.models.build import find_blocks
 from shardwise.parallel.tensor.dataflow import HIGHEST, Seen, watch_forward
 
-Kind = Literal["embedding", "positions", "block", "attention", "mlp", "norm", "router", "experts", "head", "other"]
+Kind = Literal[
+    "embedding",
+    "positions",
+    "block",
+    "attention",
+    "mlp",
+    "norm",
+    "router",
+    "experts",
+    "head",
+    "other",
+]
 Cut = Literal["column", "row", "vocabulary", "experts", "whole"]
 TOKENS = 12
 PUBLISHED: dict[str, Cut] = {
@@ -49,7 +60,9 @@ class Roles:
 
     parts: tuple[Role, ...]
     differs: tuple[str, ...]
-    plain: Mapping[str, str] = field(default_factory=dict)  # modules that compute on plain tensors only, and why
+    plain: Mapping[str, str] = field(
+        default_factory=dict
+    )  # modules that compute on plain tensors only, and why
 
     def __getitem__(self, name: str) -> Role:
         wanted = pattern_of(name)
@@ -64,13 +77,17 @@ def pattern_of(name: str) -> str:
 def inputs_for(model: Any, vocabulary: int) -> dict[str, torch.Tensor]:
     """Ids that any language model takes."""
     ids = torch.arange(2 * TOKENS).view(2, TOKENS) % (vocabulary - 3) + 3
-    return {"input_ids": ids} | ({"decoder_input_ids": ids} if model.config.is_encoder_decoder else {})
+    return {"input_ids": ids} | (
+        {"decoder_input_ids": ids} if model.config.is_encoder_decoder else {}
+    )
 
 
 def find_roles(model: Any) -> Roles:
     """The roles in a model that can run here, which a shrunk one can (nn/tiny/shrink.py)."""
     model.train()  # the code that will run
-    seen = watch_forward(model, inputs_for(model, model.config.get_text_config(decoder=True).vocab_size))
+    seen = watch_forward(
+        model, inputs_for(model, model.config.get_text_config(decoder=True).vocab_size)
+    )
     found: dict[str, list[Role]] = {}
     blocks = {name for name, _ in find_blocks(model)}
     for name, module in model.named_modules():
@@ -121,7 +138,9 @@ def _role(name: str, module: nn.Module, model: Any, seen: Seen, block: bool) -> 
     if isinstance(module, nn.Embedding) and module.weight is model.get_input_embeddings().weight:
         return Role(pattern, "embedding", "vocabulary", 0)
     if isinstance(module, nn.Embedding):
-        return Role(pattern, "positions", "whole", count, "a table that is small or read by position")
+        return Role(
+            pattern, "positions", "whole", count, "a table that is small or read by position"
+        )
     if is_experts(module):
         return Role(pattern, "experts", "experts", count)
     if is_linear(module):
@@ -138,12 +157,18 @@ def _role(name: str, module: nn.Module, model: Any, seen: Seen, block: bool) -> 
 
 def _linear(name: str, pattern: str, count: int, seen: Seen) -> Role:
     if name not in seen.called:
-        return Role(pattern, "other", "whole", count, "outside of the blocks, or not called by itself")
+        return Role(
+            pattern, "other", "whole", count, "outside of the blocks, or not called by itself"
+        )
     height, fed = seen.height(name), seen.fed(name)
     if height == 0 and not fed:
         router = name in seen.chooses
         kind: Kind = "router" if router else "other"
-        why = "its output chooses experts" if router else "no linear layer comes before or after it in the block"
+        why = (
+            "its output chooses experts"
+            if router
+            else "no linear layer comes before or after it in the block"
+        )
         return Role(pattern, kind, "whole", count, why)
     beside = _owner(name) in {_owner(one) for one in seen.attends} | seen.attention
     after = any(name in seen.feeds.get(one, ()) for one in seen.attends)

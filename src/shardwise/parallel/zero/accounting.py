@@ -60,7 +60,12 @@ def held_bytes(sharded: ShardedModel, optimizer: torch.optim.Optimizer) -> dict[
                 if (unsharded := unsharded_parameter(fp)) is not None:
                     gradients.append(unsharded.grad)
             gradients.append(partial_reduction(group))
-    moments = [v for s in optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor) and v.ndim]
+    moments = [
+        v
+        for s in optimizer.state.values()
+        for v in s.values()
+        if isinstance(v, torch.Tensor) and v.ndim
+    ]
     held = {
         "parameters": _storage(working),
         "gradients": _storage(gradients),
@@ -109,16 +114,24 @@ def collective_of(func: Any, args: Any, result: Any) -> Collective | None:
     name = schema_of(func).name
     if name in FUNCTIONAL:  # what DTensor calls
         kind, times, of = FUNCTIONAL[name]
-        return _collective(kind, [args[0] if of == "input" else result], times, _named_ranks(args[-1]))
-    if not name.startswith("c10d::") or len(ranks := _group_ranks(args)) < 2:  # a group of one moves nothing
+        return _collective(
+            kind, [args[0] if of == "input" else result], times, _named_ranks(args[-1])
+        )
+    if (
+        not name.startswith("c10d::") or len(ranks := _group_ranks(args)) < 2
+    ):  # a group of one moves nothing
         return None
     name = name.removeprefix("c10d::")
     for start, (kind, argument, times) in PLAIN.items():
         if name.startswith(start):
-            tensors = args[argument] if isinstance(args[argument], (list, tuple)) else [args[argument]]
+            tensors = (
+                args[argument] if isinstance(args[argument], (list, tuple)) else [args[argument]]
+            )
             return _collective(kind, tensors, times, ranks)
     lists = [a if isinstance(a, (list, tuple)) else [a] for a in args]
-    return _collective(name, [a for one in lists for a in one if isinstance(a, torch.Tensor)], 1, ranks)
+    return _collective(
+        name, [a for one in lists for a in one if isinstance(a, torch.Tensor)], 1, ranks
+    )
 
 
 def _collective(kind: str, tensors: Any, times: int, ranks: list[int]) -> Collective:

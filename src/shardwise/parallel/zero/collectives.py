@@ -44,7 +44,9 @@ reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 class PlainBuffers:
     """The buffers of a collective of our own are memory like any other."""
 
-    def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    def allocate(
+        self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
         """What FSDP gathers into, or reduces from and into."""
         return torch.empty(*size, dtype=dtype, device=device)
 
@@ -108,13 +110,19 @@ class WeightGather(PlainBuffers, AllGather):
         self._secondary = self._ready = None
 
     def __call__(
-        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
     ) -> None:
         """Fills the output with every rank's input."""
         packing = self._packing_for(input_tensor)
         if self._hops is not None:
             nodes, local = self._hops.across.size(), self._hops.within.size()
-            rows = self._through_node(input_tensor, packing, group, self._hops).view(local, nodes, -1)
+            rows = self._through_node(input_tensor, packing, group, self._hops).view(
+                local, nodes, -1
+            )
             slices = output_tensor.view(nodes, local, -1).transpose(0, 1)
         elif packing is not None:
             rows = _gather(packing.pack(input_tensor, group), group)
@@ -186,14 +194,18 @@ class GradientReduce(PlainBuffers, ReduceScatter):
         arrived = _exchange(quantize(by_place, NODE_GRADIENT_BITS, self._seeds.next()), hops.within)
         rounding = self._rounding(by_place[0])
         sent = requantize_sum(arrived, n, NODE_GRADIENT_BITS, GRADIENT_BITS, 1.0, *rounding)
-        sum_dequantized_into(target, _exchange(sent, hops.across).unsqueeze(1), GRADIENT_BITS, factor)
+        sum_dequantized_into(
+            target, _exchange(sent, hops.across).unsqueeze(1), GRADIENT_BITS, factor
+        )
 
     def _rounding(self, like: torch.Tensor) -> tuple[int | None, torch.Tensor | None]:
         """A seed, or the buffer of what was lost."""
         if not self._feedback:
             return self._seeds.next(), None
         if self._error is None:
-            self._error = torch.zeros_like(like, dtype=torch.bfloat16, memory_format=torch.contiguous_format)
+            self._error = torch.zeros_like(
+                like, dtype=torch.bfloat16, memory_format=torch.contiguous_format
+            )
         return None, self._error
 
 
@@ -235,4 +247,6 @@ class _Seeds:
         step = torch.initial_seed()
         self._calls = self._calls + 1 if step == self._step else 0
         self._step = step
-        return (step * 0x2545F491 + self._calls * 0x9E3779B1 + dist.get_rank() * 0x632BE5AB) & 0x7FFFFFFF
+        return (
+            step * 0x2545F491 + self._calls * 0x9E3779B1 + dist.get_rank() * 0x632BE5AB
+        ) & 0x7FFFFFFF

@@ -61,7 +61,9 @@ class Scales:
 class Float8Packing:
     """One unit's way on the wire: weights of fp8 layers as codes, the rest as it is."""
 
-    def __init__(self, layers: Sequence[Float8], parts: Sequence[tuple[int, int]], scales: Scales) -> None:
+    def __init__(
+        self, layers: Sequence[Float8], parts: Sequence[tuple[int, int]], scales: Scales
+    ) -> None:
         self._layers, self._row, self._scales = layers, lay_out(parts), scales
 
     def takes(self, shard: torch.Tensor) -> bool:

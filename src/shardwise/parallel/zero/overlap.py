@@ -53,10 +53,14 @@ class CommSettings:
 def given(parallel: Parallel) -> CommSettings:
     """What the settings say; `auto` is FSDP's own way until something is measured."""
     bucket = parallel.bucket if isinstance(parallel.bucket, int) else None
-    return CommSettings(bucket, prefetch=parallel.prefetch if isinstance(parallel.prefetch, int) else None)
+    return CommSettings(
+        bucket, prefetch=parallel.prefetch if isinstance(parallel.prefetch, int) else None
+    )
 
 
-def install_overlap(sharded: ShardedModel, prefetch: int | None, reductions: bool, timed: bool) -> None:
+def install_overlap(
+    sharded: ShardedModel, prefetch: int | None, reductions: bool, timed: bool
+) -> None:
     """Gathers so many units ahead; on a CPU with `reductions`, lets those run beside computing too.
 
     `timed`: a timer is on, which on a CPU sees what is waited for, so that nothing is left to run beside.
@@ -69,7 +73,9 @@ def install_overlap(sharded: ShardedModel, prefetch: int | None, reductions: boo
     outer = _outer(forward)
     for at, unit in enumerate(forward):
         later = forward[at + 1 : at + 1 + prefetch]
-        if outer[at] is not None:  # it may run in backward, where its block is recomputed and what follows is done with
+        if (
+            outer[at] is not None
+        ):  # it may run in backward, where its block is recomputed and what follows is done with
             later = [one for n, one in enumerate(later, at + 1) if outer[n] is outer[at]]
         unit.set_modules_to_forward_prefetch(later)
     for at, unit in enumerate(backward):
@@ -133,9 +139,15 @@ class LaterReduce(PlainBuffers, ReduceScatter):
 
     def _is_left_alone(self, output: torch.Tensor) -> bool:
         group = self._group
-        if is_hybrid(group) or all_reduce_hook(group) is not None or output.dtype != gradient_dtype(group):
+        if (
+            is_hybrid(group)
+            or all_reduce_hook(group) is not None
+            or output.dtype != gradient_dtype(group)
+        ):
             return False
-        parameters = [one.sharded_param for one in group.fsdp_params if one.sharded_param.requires_grad]
+        parameters = [
+            one.sharded_param for one in group.fsdp_params if one.sharded_param.requires_grad
+        ]
         return not any(p.grad is not None or has_accumulate_hooks(p) for p in parameters)
 
 

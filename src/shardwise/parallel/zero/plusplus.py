@@ -19,15 +19,26 @@ from torch.distributed.fsdp import FSDPModule
 from shardwise.config.schema import Parallel
 from shardwise.core.compat.torch_private import parameter_groups
 from shardwise.distributed.mesh import Hops, World, ranks_per_node, split_shards
-from shardwise.parallel.zero.collectives import GradientReduce, Int8Packing, WeightGather, WirePacking
+from shardwise.parallel.zero.collectives import (
+    GradientReduce,
+    Int8Packing,
+    WeightGather,
+    WirePacking,
+)
 from shardwise.parallel.zero.float8_gather import Scales, packing_of
 from shardwise.parallel.zero.stages import ShardedModel
 
-Float8Gathers = Literal["", "once", "by unit"]  # not, or with scales compared once an update for all, or for each unit
+Float8Gathers = Literal[
+    "", "once", "by unit"
+]  # not, or with scales compared once an update for all, or for each unit
 
 
 def install_collectives(
-    sharded: ShardedModel, parallel: Parallel, world: World, timeout: float, float8: Float8Gathers = ""
+    sharded: ShardedModel,
+    parallel: Parallel,
+    world: World,
+    timeout: float,
+    float8: Float8Gathers = "",
 ) -> None:
     """Replaces the model's gathers and reductions by what the settings ask for; collective: every rank calls it.
 
@@ -36,7 +47,9 @@ def install_collectives(
     shard = world.mesh.size(1)
     # One node that is the whole group: every gather stays within it as it is.
     secondary = None if parallel.hpz_size == shard else parallel.hpz_size
-    if shard == 1 or not (secondary or parallel.quantize_weights or parallel.quantize_gradients or float8):
+    if shard == 1 or not (
+        secondary or parallel.quantize_weights or parallel.quantize_gradients or float8
+    ):
         return
     units = _gathered_apart(sharded)
     hops: dict[int, Hops] = {}
@@ -64,7 +77,9 @@ def install_collectives(
             sharded.on_save.append(reduce.forget)
 
 
-def pack_float8(sharded: ShardedModel, units: list[FSDPModule], by_unit: bool) -> dict[FSDPModule, WirePacking]:
+def pack_float8(
+    sharded: ShardedModel, units: list[FSDPModule], by_unit: bool
+) -> dict[FSDPModule, WirePacking]:
     """For each unit that has layers in fp8, how it is gathered."""
     found: dict[FSDPModule, WirePacking] = {}
     together = Scales()
@@ -79,11 +94,17 @@ def pack_float8(sharded: ShardedModel, units: list[FSDPModule], by_unit: bool) -
 
 def _gathered_apart(sharded: ShardedModel) -> list[FSDPModule]:
     """The model's units; of modules that are gathered together, one."""
-    found = {tuple(map(id, parameter_groups(u))): u for u in sharded.model.modules() if isinstance(u, FSDPModule)}
+    found = {
+        tuple(map(id, parameter_groups(u))): u
+        for u in sharded.model.modules()
+        if isinstance(u, FSDPModule)
+    }
     return list(found.values())
 
 
-def describe_collectives(parallel: Parallel, shard: int, local: int, float8: Float8Gathers = "") -> str:
+def describe_collectives(
+    parallel: Parallel, shard: int, local: int, float8: Float8Gathers = ""
+) -> str:
     """What is said of it in the plan of a run with `local` ranks on each host; empty without any."""
     said = []
     if parallel.quantize_weights and shard > 1:
@@ -95,7 +116,9 @@ def describe_collectives(parallel: Parallel, shard: int, local: int, float8: Flo
         feedback = ", adding what rounding lost" if parallel.error_feedback is not False else ""
         said.append(f"reduces {width}{feedback} (qgZ)")
     if parallel.hpz_size == shard:
-        said.append(f"hpZ does nothing: hpz_size {shard} is the whole shard group, whose gathers stay within it")
+        said.append(
+            f"hpZ does nothing: hpz_size {shard} is the whole shard group, whose gathers stay within it"
+        )
     elif parallel.hpz_size is not None:
         later = parallel.hpz_size
         kept = f"then within {later} ranks" if later > 1 else "and keeps all of it on every rank"
@@ -114,7 +137,9 @@ def held_besides(
     if parallel.hpz_size not in (None, shard):
         working = {"fp32": 4}.get(precision, 2)
         size = working * parameters + frozen_bytes
-        held["hpZ's second copy"] = size / (working if parallel.quantize_weights else 1) / parallel.hpz_size
+        held["hpZ's second copy"] = (
+            size / (working if parallel.quantize_weights else 1) / parallel.hpz_size
+        )
     if parallel.quantize_gradients and parallel.error_feedback is not False and shard > 1:
         held["qgZ's lost roundings"] = 2 * parameters / _node_of(shard, local)
     return held

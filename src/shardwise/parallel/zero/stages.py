@@ -49,16 +49,22 @@ class ShardedModel:
 
     def __init__(self, model: nn.Module, stage: int, mesh: DeviceMesh) -> None:
         self.model, self.stage, self.mesh = model, stage, mesh
-        self.parameters: dict[str, nn.Parameter] = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        self.parameters: dict[str, nn.Parameter] = {
+            n: p for n, p in model.named_parameters() if p.requires_grad
+        }
         self.units = [m for m in model.modules() if isinstance(m, FSDPModule)]
         self.kept: frozenset[str] | None = None  # tensors that a checkpoint must hold; None = all
         self.lookup = 0  # parameters that a token only looks up, for the count of its arithmetic
-        self.idle: Callable[[], list[str]] = list  # what was asked for in vain, to be told at the end
+        self.idle: Callable[[], list[str]] = (
+            list  # what was asked for in vain, to be told at the end
+        )
         self.last = True  # whether the optimizer steps after the micro-batch under way
         self.on_update: list[Callable[[], None]] = []
         self.on_save: list[Callable[[], None]] = []
         self.timer: Timer = OFF  # hears of it where ranks wait for each other
-        self.copies: dict[str, int] | None = None  # ranks that hold the same part; None = those along `replicate`
+        self.copies: dict[str, int] | None = (
+            None  # ranks that hold the same part; None = those along `replicate`
+        )
 
     @property
     def device(self) -> torch.device:
@@ -119,7 +125,9 @@ class ShardedModel:
         assert self.copies is not None
         found = {n: local_of(p.grad) for n, p in self.parameters.items() if p.grad is not None}
         square = torch.zeros(
-            (), dtype=torch.float64 if effective_device(self.device) == "cpu" else torch.float32, device=self.device
+            (),
+            dtype=torch.float64 if effective_device(self.device) == "cpu" else torch.float32,
+            device=self.device,
         )
         for name, gradient in found.items():
             square += norm_of(gradient).square() / self.copies[name]
@@ -185,7 +193,9 @@ def shard_model(
         fully_shard(modules, ignored_params=plain, **options)
 
 
-def shard_experts(experts: ExpertParallel, world: World, stage: int, precision: str, reduce: str = "fp32") -> None:
+def shard_experts(
+    experts: ExpertParallel, world: World, stage: int, precision: str, reduce: str = "fp32"
+) -> None:
     """Divides experts that are spread over ranks among those that have the same ones; before `shard_model`."""
     mesh = world.expert_shards
     assert mesh is not None
@@ -198,7 +208,9 @@ def shard_experts(experts: ExpertParallel, world: World, stage: int, precision: 
 def _options(mesh: DeviceMesh, stage: int, precision: str, reduce: str) -> dict[str, Any]:
     compute, sums = COMPUTE[precision], COMPUTE[reduce] if mesh.size() > 1 else torch.float32
     fp32 = torch.float32
-    policy = MixedPrecisionPolicy(None if compute is fp32 else compute, None if compute is sums is fp32 else sums)
+    policy = MixedPrecisionPolicy(
+        None if compute is fp32 else compute, None if compute is sums is fp32 else sums
+    )
     # With one replica the plain axis does: on two axes FSDP would call an all-reduce in a group of one.
     fsdp_mesh = mesh["shard"] if mesh.size(0) == 1 else mesh
     return {"mesh": fsdp_mesh, "reshard_after_forward": stage == 3, "mp_policy": policy}

@@ -44,7 +44,9 @@ def watch_collectives(model: nn.Module, timer: Timer) -> None:
             reduce = _TimedReduce(reduce_scatter_of(group), timer)
             unit.set_custom_reduce_scatter(reduce)
             if is_hybrid(group):
-                unit.set_all_reduce_hook(reduce.all_reduced(all_reduce_group(group), all_reduce_hook(group)))
+                unit.set_all_reduce_hook(
+                    reduce.all_reduced(all_reduce_group(group), all_reduce_hook(group))
+                )
 
 
 class _TimedGather(AllGather):
@@ -56,7 +58,11 @@ class _TimedGather(AllGather):
         return buffer
 
     def __call__(
-        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
     ) -> Any:
         packed = isinstance(self._inner, WeightGather)
         size = self._inner.moved(input_tensor, group.size()) if packed else output_tensor.nbytes
@@ -83,12 +89,16 @@ class _TimedReduce(ReduceScatter):
         op: Any,
         async_op: bool = False,
     ) -> Any:
-        with self._timer.collective("reduce_scatter", input_tensor.nbytes, group.size(), part="reduce"):
+        with self._timer.collective(
+            "reduce_scatter", input_tensor.nbytes, group.size(), part="reduce"
+        ):
             work = self._inner(output_tensor, input_tensor, group, op, async_op)
         self._begin(output_tensor)
         return work
 
-    def all_reduced(self, group: dist.ProcessGroup, then: Callable[[torch.Tensor], None] | None) -> Any:
+    def all_reduced(
+        self, group: dist.ProcessGroup, then: Callable[[torch.Tensor], None] | None
+    ) -> Any:
         """A hook for the end of the all-reduce over `group`, followed by the one that was there."""
         self._replicas = group.size()
 
@@ -103,5 +113,7 @@ class _TimedReduce(ReduceScatter):
 
     def _begin(self, buffer: torch.Tensor) -> None:
         """An all-reduce may follow; where none does (not the last micro-batch) this beginning is forgotten."""
-        self._open = self._timer.collective("all_reduce", buffer.nbytes, self._replicas, part="reduce")
+        self._open = self._timer.collective(
+            "all_reduce", buffer.nbytes, self._replicas, part="reduce"
+        )
         self._open.__enter__()

@@ -34,7 +34,11 @@ SMALL = 16 << 20  # bytes of a model below which a step has nothing to gain that
 LATENCY = 0.1  # of a gather's transfer, at most
 LEAST_UNITS, MOST_AHEAD = 4, 3
 ROOM = 0.05  # of the device's memory, for what is gathered ahead
-SMALLEST, MIDDLE, LARGEST = 4 << 10, 256 << 10, 64 << 20  # bytes of gathers that are timed, until one takes
+SMALLEST, MIDDLE, LARGEST = (
+    4 << 10,
+    256 << 10,
+    64 << 20,
+)  # bytes of gathers that are timed, until one takes
 LONG = 0.025  # seconds
 FILE = "sending.json"
 
@@ -65,10 +69,14 @@ class Blocks:
     flops: float
 
 
-def choose(link: MeasuredLink, speed: float, blocks: Blocks, memory: float, frees: bool) -> tuple[CommSettings, str]:
+def choose(
+    link: MeasuredLink, speed: float, blocks: Blocks, memory: float, frees: bool
+) -> tuple[CommSettings, str]:
     """What suits a link and a device of `speed` FLOP/s, and why; `frees`: blocks are gathered anew and freed."""
     together = 1
-    while link.waits(together * blocks.bytes) > LATENCY and 2 * together * LEAST_UNITS <= blocks.count:
+    while (
+        link.waits(together * blocks.bytes) > LATENCY and 2 * together * LEAST_UNITS <= blocks.count
+    ):
         together *= 2
     sent, computed = link.seconds(together * blocks.bytes), together * blocks.flops / speed
     ahead = min(MOST_AHEAD, max(1, math.ceil(sent / computed)))
@@ -114,7 +122,9 @@ def tune(
         dist.broadcast_object_list(found, 0, group=world.control)
         if world.is_main and output is not None:
             output.mkdir(parents=True, exist_ok=True)
-            (output / FILE).write_text(json.dumps({"of": of, "sending": asdict(found[0][0]), "why": found[0][1]}))
+            (output / FILE).write_text(
+                json.dumps({"of": of, "sending": asdict(found[0][0]), "why": found[0][1]})
+            )
     sending: CommSettings = found[0][0]
     say(f"communication: {found[0][1]}")
     if parallel.bucket != "auto":
@@ -130,10 +140,14 @@ def measure_link(world: World) -> MeasuredLink:
 
     def gather(size: int) -> tuple[int, float]:
         elements = max(1, size // 4 // ranks) * ranks
-        return 4 * elements, time_of(call_of("all_gather", elements, ranks, group, device), LONG / 8, device)
+        return 4 * elements, time_of(
+            call_of("all_gather", elements, ranks, group, device), LONG / 8, device
+        )
 
     small, size = gather(SMALLEST), MIDDLE
-    while (large := gather(size))[1] < LONG and size < LARGEST:  # a step at a time: nobody knows yet how slow it is
+    while (large := gather(size))[
+        1
+    ] < LONG and size < LARGEST:  # a step at a time: nobody knows yet how slow it is
         size *= 4
     # The ends alone: links that let the first megabyte through at once make those between look fast.
     found = fit(ranks, {"all_gather": dict((small, large))})
@@ -158,12 +172,17 @@ def measure_speed(device: torch.device, dtype: torch.dtype) -> float:
 
 def _blocks(run: Run, model: nn.Module, blocks: list[tuple[str, nn.Module]]) -> Blocks:
     """Of blocks as they are on `meta`; the usual one is the middle one by size."""
-    alone, element = unmanaged(model, run.parallel.zero, run.precision), COMPUTE[run.precision].itemsize
+    alone, element = (
+        unmanaged(model, run.parallel.zero, run.precision),
+        COMPUTE[run.precision].itemsize,
+    )
     tokens = int(run.train.micro_batch_size) * run.data.sequence_length
     sizes = []
     for _, block in blocks:
         moved = [p for p in block.parameters() if p not in alone]
-        gathered = sum(p.numel() * (element if p.is_floating_point() else p.element_size()) for p in moved)
+        gathered = sum(
+            p.numel() * (element if p.is_floating_point() else p.element_size()) for p in moved
+        )
         sizes.append((gathered, 2 * tokens * sum(p.numel() for p in block.parameters())))
     middle = sorted(sizes)[len(sizes) // 2] if sizes else (0, 0)
     return Blocks(len(sizes), float(middle[0]), float(middle[1]))
@@ -188,7 +207,11 @@ def _kept(output: Path | None, of: list[Any]) -> tuple[CommSettings, str] | None
         )
     except (OSError, ValueError, TypeError, KeyError):
         return None
-    usual = sending.together >= 1 and 0 <= (sending.prefetch or 0) <= MOST_AHEAD and isinstance(why, str)
+    usual = (
+        sending.together >= 1
+        and 0 <= (sending.prefetch or 0) <= MOST_AHEAD
+        and isinstance(why, str)
+    )
     return (sending, f"{why} (as before)") if usual else None
 
 

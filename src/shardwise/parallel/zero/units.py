@@ -47,12 +47,17 @@ def choose_units(
     """
     parts = _Parts(model, shard, unmanaged)
     if bucket is None:
-        return [*(parts.take(some) for some in _neighbours(blocks, together)), parts.take([("", model)])]
+        return [
+            *(parts.take(some) for some in _neighbours(blocks, together)),
+            parts.take([("", model)]),
+        ]
     units: list[FSDPUnit] = []
     joined: list[tuple[str, nn.Module]] = []
     for name, block in blocks:
         near = bool(joined) and name.rpartition(".")[0] == joined[0][0].rpartition(".")[0]
-        if joined and not (near and parts.bytes_of([block, *(module for _, module in joined)]) <= bucket):
+        if joined and not (
+            near and parts.bytes_of([block, *(module for _, module in joined)]) <= bucket
+        ):
             units.append(parts.take(joined))
             joined = []
         if parts.bytes_of([block]) <= bucket:
@@ -67,7 +72,9 @@ def choose_units(
     return [*units, parts.take([("", model)])]
 
 
-def _neighbours(blocks: list[tuple[str, nn.Module]], most: int) -> Iterator[list[tuple[str, nn.Module]]]:
+def _neighbours(
+    blocks: list[tuple[str, nn.Module]], most: int
+) -> Iterator[list[tuple[str, nn.Module]]]:
     """Blocks that follow one another in one list, so many at a time."""
     for _, run in groupby(blocks, key=lambda block: block[0].rpartition(".")[0]):
         near = list(run)
@@ -80,7 +87,9 @@ def describe_units(units: list[FSDPUnit], bucket: int) -> str:
     text = f"{len(units)} units, the largest buffer {largest / 1e6:,.1f} MB (bucket {bucket / 1e6:,.1f} MB)"
     over = [unit for unit in units if unit.bytes > bucket]
     if over:
-        named = ", ".join(f"{unit.names[0] or 'the rest'} {unit.bytes / 1e6:,.1f} MB" for unit in over[:3])
+        named = ", ".join(
+            f"{unit.names[0] or 'the rest'} {unit.bytes / 1e6:,.1f} MB" for unit in over[:3]
+        )
         more = f" and {len(over) - 3} more" if len(over) > 3 else ""
         text += f"; over it, because one module cannot be divided: {named}{more}"
     return text
@@ -95,7 +104,9 @@ def explain_divided(bucket: int | None) -> Iterator[None]:
         if bucket is None or "DTensor" not in str(error):
             raise
         problem = "a module of this model uses parameters of another without calling it, so it cannot be divided so far"
-        raise UserError("parallel.bucket", bucket, problem, "use a larger bucket, or leave it out") from error
+        raise UserError(
+            "parallel.bucket", bucket, problem, "use a larger bucket, or leave it out"
+        ) from error
 
 
 class _Parts:
@@ -122,7 +133,10 @@ class _Parts:
     def bytes_of(self, modules: list[nn.Module]) -> int:
         """Bytes of the largest buffer of what is left of these modules; what is frozen is gathered only."""
         free = {id(p): p for module in modules for p in self.free(module)}
-        return sum((REDUCE_BYTES if p.requires_grad else p.element_size()) * self._padded(p) for p in free.values())
+        return sum(
+            (REDUCE_BYTES if p.requires_grad else p.element_size()) * self._padded(p)
+            for p in free.values()
+        )
 
     def take(self, named: list[tuple[str, nn.Module]]) -> FSDPUnit:
         """Makes a unit of what is left of some modules."""
@@ -143,7 +157,11 @@ def _divide(parts: _Parts, name: str, module: nn.Module, bucket: int) -> list[FS
     units: list[FSDPUnit] = []
     stuck: set[nn.Module] = set()
     while (size := parts.bytes_of([module])) > bucket:
-        children = [(n, child) for n, child in children_of(name, module) if parts.free(child) and child not in stuck]
+        children = [
+            (n, child)
+            for n, child in children_of(name, module)
+            if parts.free(child) and child not in stuck
+        ]
         if not children:
             break  # what is left are parameters of its own, or tied ones
         key, child = max(children, key=lambda item: parts.bytes_of([item[1]]))

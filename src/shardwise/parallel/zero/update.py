@@ -41,8 +41,16 @@ class Update:
 
         `then` is called after each step, with whether it changed the parameters (0 or 1 on the device, or a bool).
         """
-        assert not (eager and (clip is not None or scaler.is_enabled())), "the config is checked before"
-        self.sharded, self.optimizer, self.scaler, self.clip, self.eager = sharded, optimizer, scaler, clip, eager
+        assert not (eager and (clip is not None or scaler.is_enabled())), (
+            "the config is checked before"
+        )
+        self.sharded, self.optimizer, self.scaler, self.clip, self.eager = (
+            sharded,
+            optimizer,
+            scaler,
+            clip,
+            eager,
+        )
         self._offloaded = optimizer if isinstance(optimizer, OffloadedOptimizer) else None
         self.settle, self._then = settle, then
         self._squares: list[torch.Tensor] = []

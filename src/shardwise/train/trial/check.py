@@ -59,7 +59,9 @@ def small_run(run: Run) -> tuple[Run, int]:
         "precision": "fp32",
         "method": _small_method(run),
         "freeze": (),
-        "train": run.train.model_copy(update={"master_weights": "fp32", "optimizer_in_backward": False}),
+        "train": run.train.model_copy(
+            update={"master_weights": "fp32", "optimizer_in_backward": False}
+        ),
         "recompute": "full" if run.recompute == "full" else "none",
         "recompute_blocks": None,
         "recompute_group": 1,
@@ -80,7 +82,11 @@ def _small_method(run: Run) -> Any:
     method = run.method
     if isinstance(method, Qlora):
         method = Lora(**method.model_dump(include=set(Lora.model_fields) - {"type"}))
-    return method if isinstance(method, Full) else method.model_copy(update={"adapter": None, "dropout": 0.0})
+    return (
+        method
+        if isinstance(method, Full)
+        else method.model_copy(update={"adapter": None, "dropout": 0.0})
+    )
 
 
 def check_axes(source: ModelSource, run: Run, say: Callable[[str], None] = lambda _: None) -> None:
@@ -92,7 +98,9 @@ def check_axes(source: ModelSource, run: Run, say: Callable[[str], None] = lambd
     if remembered.is_file():
         found = json.loads(remembered.read_text())
     else:
-        say(f"checking {', '.join(axes)} on a tiny {source.config.model_type} model against one process")
+        say(
+            f"checking {', '.join(axes)} on a tiny {source.config.model_type} model against one process"
+        )
         began = time.monotonic()
         found = _try(case, small, ranks)
         remembered.parent.mkdir(parents=True, exist_ok=True)
@@ -102,7 +110,9 @@ def check_axes(source: ModelSource, run: Run, say: Callable[[str], None] = lambd
             part.rename(remembered)
         if found["outcome"] == "pass":
             apart = f"loss {found['loss']:.0e} and gradients {found['gradient']:.0e} apart"
-            say(f"{', '.join(axes)}: the same as in one process ({apart}, {time.monotonic() - began:.1f} s)")
+            say(
+                f"{', '.join(axes)}: the same as in one process ({apart}, {time.monotonic() - began:.1f} s)"
+            )
     if found["outcome"] == "pass":
         return
     axis = found.get("axis") or axes[0]
@@ -112,7 +122,12 @@ def check_axes(source: ModelSource, run: Run, say: Callable[[str], None] = lambd
         "wrong": f"{kind} would train wrongly, {found['why']} is off",
         "silent": f"a tiny {kind} model divided so gave no answer ({found['why']})",
     }[found["outcome"]]
-    raise UserError(f"parallel.{axis}", getattr(run.parallel, axis), problem, "leave this axis out, or use another one")
+    raise UserError(
+        f"parallel.{axis}",
+        getattr(run.parallel, axis),
+        problem,
+        "leave this axis out, or use another one",
+    )
 
 
 def _case_of(source: ModelSource, run: Run) -> TinyCase:
@@ -122,7 +137,9 @@ def _case_of(source: ModelSource, run: Run) -> TinyCase:
     from shardwise.nn.tiny.case import tiny_case
 
     router: Any = run.router
-    aux, z = (0.0 if value == "auto" else float(value) for value in (router.aux_loss, router.z_loss))
+    aux, z = (
+        0.0 if value == "auto" else float(value) for value in (router.aux_loss, router.z_loss)
+    )
     case = replace(tiny_case(source), router=(aux, z))
     return case if isinstance(run.method, Full) else replace(case, dtype=torch.float32)
 
@@ -172,7 +189,10 @@ def _try(case: TinyCase, small: Run, ranks: int) -> dict[str, Any]:
             return {"outcome": "silent", "why": f"nothing within {LIMIT:.0f} s"}
         lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
         if not lines:
-            return {"outcome": "silent", "why": (done.stderr.strip().splitlines() or ["no words"])[-1][:200]}
+            return {
+                "outcome": "silent",
+                "why": (done.stderr.strip().splitlines() or ["no words"])[-1][:200],
+            }
         found: dict[str, Any] = json.loads(lines[-1])
         return found
 
@@ -187,13 +207,22 @@ def main(file: Path) -> None:
     torch.set_num_threads(1)
     case, run, ranks = pickle.loads(file.read_bytes())
     layout = layout_of(run.parallel, ranks)
-    outcomes = run_ranks(lambda rank, folder: _on_rank(rank, folder, case, run, layout), ranks, LIMIT)
+    outcomes = run_ranks(
+        lambda rank, folder: _on_rank(rank, folder, case, run, layout), ranks, LIMIT
+    )
     told = next((one for one in outcomes if one and one["outcome"] in ("refused", "wrong")), None)
     known = [one for one in outcomes if one]
-    print(json.dumps(told or (known[0] if len(known) == ranks else {"outcome": "silent", "why": "a rank crashed"})))
+    print(
+        json.dumps(
+            told
+            or (known[0] if len(known) == ranks else {"outcome": "silent", "why": "a rank crashed"})
+        )
+    )
 
 
-def _on_rank(rank: int, folder: Path, case: TinyCase, run: Run, layout: MeshLayout) -> dict[str, Any]:
+def _on_rank(
+    rank: int, folder: Path, case: TinyCase, run: Run, layout: MeshLayout
+) -> dict[str, Any]:
     import torch.distributed as dist
 
     from shardwise.distributed.mesh import join_world

@@ -88,7 +88,9 @@ def try_run(case: TinyCase, run: Run, world: World) -> LossAndGradients:
     if not context.counts:
         total.zero_()
     dist.all_reduce(total)
-    return LossAndGradients(total.item() / units_of(labels), _of_all_stages(gradients_of(model), world))
+    return LossAndGradients(
+        total.item() / units_of(labels), _of_all_stages(gradients_of(model), world)
+    )
 
 
 @torch.no_grad()
@@ -102,7 +104,9 @@ def fill_added(model: nn.Module) -> None:
             fill_local(parameter, centre + SPREAD * noise)
 
 
-def _batch(case: TinyCase, inputs: dict[str, torch.Tensor], labels: torch.Tensor, rows: slice) -> Any:
+def _batch(
+    case: TinyCase, inputs: dict[str, torch.Tensor], labels: torch.Tensor, rows: slice
+) -> Any:
     ids = inputs["input_ids"][rows]
     if case.task == "causal":
         return MicroBatch(ids, labels[rows], None, None)

@@ -25,7 +25,9 @@ def try_context(case: TinyCase, mesh: DeviceMesh, kind: Kind = "ring") -> LossAn
     dist.all_reduce(total, group=mesh.get_group())
     for parameter in model.parameters():
         if parameter.requires_grad:
-            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            parameter.grad = (
+                torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            )
             dist.all_reduce(parameter.grad, group=mesh.get_group())
     return LossAndGradients(total.item(), gradients_of(model))
 
@@ -33,4 +35,9 @@ def try_context(case: TinyCase, mesh: DeviceMesh, kind: Kind = "ring") -> LossAn
 def inputs_of(part: MicroBatch) -> dict[str, Any]:
     """What the model's forward takes of a rank's part."""
     given = {"position_ids": part.position_ids} if part.position_ids is not None else {}
-    return {"input_ids": part.input_ids, "attention_mask": part.attention_mask, "use_cache": False, **given}
+    return {
+        "input_ids": part.input_ids,
+        "attention_mask": part.attention_mask,
+        "use_cache": False,
+        **given,
+    }

@@ -25,7 +25,9 @@ def try_expert(case: TinyCase, mesh: DeviceMesh) -> LossAndGradients:
     return LossAndGradients(total.item(), gradients_of(model))
 
 
-def _add_up(model: torch.nn.Module, spread: set[torch.nn.Parameter], group: dist.ProcessGroup) -> None:
+def _add_up(
+    model: torch.nn.Module, spread: set[torch.nn.Parameter], group: dist.ProcessGroup
+) -> None:
     """Dense gradients over the ranks, as data parallelism does; those of experts are sums already."""
     for parameter in model.parameters():
         if parameter in spread or not parameter.requires_grad:
@@ -34,5 +36,7 @@ def _add_up(model: torch.nn.Module, spread: set[torch.nn.Parameter], group: dist
         has = torch.tensor(float(parameter.grad is not None))
         dist.all_reduce(has, group=group)
         if has:
-            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            parameter.grad = (
+                torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            )
             dist.all_reduce(parameter.grad, group=group)

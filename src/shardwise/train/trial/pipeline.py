@@ -36,8 +36,14 @@ def try_pipeline(
 def micro_batches_of(case: TinyCase, micros: int) -> list[dict[str, Any]]:
     """The rows of a case, divided; each knows the labels of all."""
     labels = case.labels()
-    parts = {name: value.tensor_split(micros) for name, value in (case.inputs() | {"labels": labels}).items()}
-    return [{name: values[i] for name, values in parts.items()} | {"units": units_of(labels)} for i in range(micros)]
+    parts = {
+        name: value.tensor_split(micros)
+        for name, value in (case.inputs() | {"labels": labels}).items()
+    }
+    return [
+        {name: values[i] for name, values in parts.items()} | {"units": units_of(labels)}
+        for i in range(micros)
+    ]
 
 
 def compute(model: Any, micro: dict[str, Any]) -> torch.Tensor:
@@ -46,12 +52,17 @@ def compute(model: Any, micro: dict[str, Any]) -> torch.Tensor:
     return mean_loss(model(**inputs, use_cache=False).logits, micro["labels"], micro["units"])
 
 
-def gathered(stages: Stages, results: list[torch.Tensor], group: dist.ProcessGroup) -> LossAndGradients:
+def gathered(
+    stages: Stages, results: list[torch.Tensor], group: dist.ProcessGroup
+) -> LossAndGradients:
     """The answer of the whole pipeline, on every rank."""
-    mine = {n: g for n, g in gradients_of(stages.model).items() if stages.owners[n][0] == stages.rank}
+    mine = {
+        n: g for n, g in gradients_of(stages.model).items() if stages.owners[n][0] == stages.rank
+    }
     told = (sum(result.item() for result in results), mine)
     parts: list[Any] = [None] * stages.ranks
     dist.all_gather_object(parts, told, group=group)
     return LossAndGradients(
-        sum(loss for loss, _ in parts), {n: g for _, gradients in parts for n, g in gradients.items()}
+        sum(loss for loss, _ in parts),
+        {n: g for _, gradients in parts for n, g in gradients.items()},
     )

@@ -16,7 +16,9 @@ from typing import Any
 from shardwise.nn.tiny.case import CannotParallelize, Deviation
 
 
-def run_ranks(work: Callable[[int, Path], Any], ranks: int, limit: float) -> list[dict[str, Any] | None]:
+def run_ranks(
+    work: Callable[[int, Path], Any], ranks: int, limit: float
+) -> list[dict[str, Any] | None]:
     """What forked ranks answer, None for those that do not within the limit."""
     deadline = time.monotonic() + limit
     with tempfile.TemporaryDirectory() as folder:
@@ -36,7 +38,10 @@ def outcome_of(trial: Callable[[], Deviation]) -> dict[str, Any]:
     found = {"loss": verdict.loss, "gradient": verdict.gradient}
     if verdict.right:
         return found | {"outcome": "pass"}
-    return found | {"outcome": "wrong", "why": f"the gradient of {verdict.module}" if verdict.module else "the loss"}
+    return found | {
+        "outcome": "wrong",
+        "why": f"the gradient of {verdict.module}" if verdict.module else "the loss",
+    }
 
 
 def _line(error: BaseException) -> str:

@@ -69,11 +69,25 @@ def look(rank: int, step: int, doing: str, model: nn.Module | None) -> Scene:
     waiting, begun = _collectives()
     groups = {str(pg.group_name): pg for pg in process_groups()}
     members = {name: tuple(dist.get_process_group_ranks(pg)) for name, pg in groups.items()}
-    names = {id(module): name for name, module in model.named_modules()} if model is not None else {}
+    names = (
+        {id(module): name for name, module in model.named_modules()} if model is not None else {}
+    )
     module = next((found for frame in threads if (found := _module(frame, names))), "")
     line = next((found for frame in threads if (found := _line(frame))), "")
     stack = "\n".join("".join(traceback.format_stack(frame, DEEPEST)) for frame in threads)
-    return Scene(rank, socket.gethostname(), os.getpid(), step, doing, module, line, waiting, begun, members, stack)
+    return Scene(
+        rank,
+        socket.gethostname(),
+        os.getpid(),
+        step,
+        doing,
+        module,
+        line,
+        waiting,
+        begun,
+        members,
+        stack,
+    )
 
 
 def _training_threads() -> list[FrameType]:
@@ -107,7 +121,9 @@ def _collectives(only_active: bool = False) -> tuple[tuple[PendingCollective, ..
 
 def _shape(entry: dict[str, Any]) -> str:
     sizes, kinds = entry.get("input_sizes") or [], entry.get("input_dtypes") or []
-    return ", ".join(f"{'×'.join(map(str, s)) or 'one'} {k}" for s, k in zip(sizes[:2], kinds[:2], strict=False))
+    return ", ".join(
+        f"{'×'.join(map(str, s)) or 'one'} {k}" for s, k in zip(sizes[:2], kinds[:2], strict=False)
+    )
 
 
 def _module(frame: FrameType | None, names: dict[int, str]) -> str:

@@ -52,11 +52,16 @@ def judge(scenes: dict[int, Scene], silent: dict[int, Silent], timeout: float) -
         named = f"rank {ranks[0]} waits" if len(ranks) == 1 else f"{_ranks(ranks)} wait"
         place = scenes[ranks[0]].module
         lines.append(f"  {named} in {collective}" + (f", at {place}" if place else ""))
-    lines += [f"  {number}. {cause}" for number, cause in enumerate(_causes(late, scenes, silent, apart), 1)]
+    lines += [
+        f"  {number}. {cause}"
+        for number, cause in enumerate(_causes(late, scenes, silent, apart), 1)
+    ]
     return StallVerdict(tuple(late), "\n".join(lines))
 
 
-def _awaited(scene: Scene, scenes: dict[int, Scene], silent: dict[int, Silent], timeout: float) -> set[int]:
+def _awaited(
+    scene: Scene, scenes: dict[int, Scene], silent: dict[int, Silent], timeout: float
+) -> set[int]:
     """The ranks that have not come to what this one waits in."""
     found: set[int] = set()
     for held in scene.waiting:
@@ -64,7 +69,9 @@ def _awaited(scene: Scene, scenes: dict[int, Scene], silent: dict[int, Silent], 
             continue  # under way, not stuck
         for rank in scene.members.get(held.group, ()):
             other = scenes.get(rank)
-            if rank in silent or (other is not None and other.begun.get(held.group, 0) < held.number):
+            if rank in silent or (
+                other is not None and other.begun.get(held.group, 0) < held.number
+            ):
                 found.add(rank)
     return found - {scene.rank}
 
@@ -74,7 +81,9 @@ def _longest(scene: Scene) -> PendingCollective | None:
 
 
 def _collective(held: PendingCollective) -> str:
-    return f"{held.kind} number {held.number} of group {held.group}" + (f" ({held.shape})" if held.shape else "")
+    return f"{held.kind} number {held.number} of group {held.group}" + (
+        f" ({held.shape})" if held.shape else ""
+    )
 
 
 def _by_collective(scenes: dict[int, Scene], ranks: Iterable[int]) -> dict[str, list[int]]:
@@ -98,7 +107,9 @@ def _late(rank: int, scenes: dict[int, Scene], silent: dict[int, Silent]) -> str
     return f"rank {rank} (process {scene.process} on {scene.host}) is {scene.doing}, step {scene.step}{module}{line}"
 
 
-def _causes(late: list[int], scenes: dict[int, Scene], silent: dict[int, Silent], apart: bool) -> list[str]:
+def _causes(
+    late: list[int], scenes: dict[int, Scene], silent: dict[int, Silent], apart: bool
+) -> list[str]:
     """The usual ones for what was seen, the likeliest first."""
     if apart:
         return ["ranks took different ways through the code: a branch on something that differs between them",
@@ -106,25 +117,38 @@ def _causes(late: list[int], scenes: dict[int, Scene], silent: dict[int, Silent]
     if late[0] in silent:
         gone = silent[late[0]]
         if gone.state == "stopped":
-            return [f"the process was stopped (SIGSTOP, a debugger): kill -CONT {gone.process} lets it go on"]
+            return [
+                f"the process was stopped (SIGSTOP, a debugger): kill -CONT {gone.process} lets it go on"
+            ]
         if gone.state == "gone":
             return ["the process was killed, often for lack of memory (see dmesg)"]
         return ["its host is cut off from the network, or down", "its host has run out of memory and swaps",
                 "a call into native code that never returns"]  # fmt: skip
     doing = scenes[late[0]].doing
     if doing == "saving":
-        return ["its disk or network storage is slow or full", "timeout is too short for a checkpoint of this size"]
-    causes = ["it is slower than the others: another job on its device or cores, or a hot and throttled one"]
+        return [
+            "its disk or network storage is slow or full",
+            "timeout is too short for a checkpoint of this size",
+        ]
+    causes = [
+        "it is slower than the others: another job on its device or cores, or a hot and throttled one"
+    ]
     if scenes[late[0]].step <= 1:
         causes.insert(0, "the first step is slow (compiling, reading weights): raise timeout")
     if "data" in scenes[late[0]].line:
         causes.insert(0, "its data come slowly: storage, or rows that take long to read")
-    return [*causes, "it is stuck in code of yours or a library's: see its stack", "timeout is too short: raise it"]
+    return [
+        *causes,
+        "it is stuck in code of yours or a library's: see its stack",
+        "timeout is too short: raise it",
+    ]
 
 
 def _nobody(scenes: dict[int, Scene], timeout: float) -> str:
     step = max((scene.step for scene in scenes.values()), default=0)
-    lines = [f"all ranks came to the same collective at step {step}, which did not end within {timeout:g} s (timeout)"]
+    lines = [
+        f"all ranks came to the same collective at step {step}, which did not end within {timeout:g} s (timeout)"
+    ]
     for collective, ranks in _by_collective(scenes, sorted(scenes)).items():
         lines.append(f"  {_ranks(ranks)} wait in {collective}")
     causes = ["the network between them drops or delays: links, firewalls, the wrong interface (GLOO_SOCKET_IFNAME, "

@@ -41,7 +41,13 @@ class Watchdog:
     """Watches this rank; `stalled` is called once with the verdict, in the rank that judges, before all end."""
 
     def __init__(
-        self, world: World, status: Status, timeout: float, logs: Path, stalled: Callable[[str], None], attempt: str
+        self,
+        world: World,
+        status: Status,
+        timeout: float,
+        logs: Path,
+        stalled: Callable[[str], None],
+        attempt: str,
     ) -> None:
         self._world, self._status, self._timeout, self._logs = world, status, timeout, logs
         self._stalled = stalled
@@ -49,7 +55,9 @@ class Watchdog:
         self._model: nn.Module | None = None
         self._over = threading.Event()
         # Their members may wait for a slow disk or network while training goes on.
-        self._patient = {group.group_name for group in (world.checkpoint, world.copies) if group is not None}
+        self._patient = {
+            group.group_name for group in (world.checkpoint, world.copies) if group is not None
+        }
         self._seen, self._since = ("", 0), time.monotonic()  # what this rank does, and since when
         self._calls, self._answered, self._next_call = 0, 0, 0.0
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
@@ -79,7 +87,9 @@ class Watchdog:
                 self._answer()
                 if self._heard() or ((self._overdue() or self._forsaken()) and self._raise_alarm()):
                     return
-            except Exception as error:  # the meeting point is gone: so is what could be learnt from the others
+            except (
+                Exception
+            ) as error:  # the meeting point is gone: so is what could be learnt from the others
                 if self._over.is_set():
                     return
                 if self._overdue():
@@ -187,7 +197,10 @@ class Watchdog:
     def _tell(self, text: str, scenes: dict[int, Scene]) -> None:
         file = self._logs / STACKS
         with contextlib.suppress(OSError):
-            parts = [f"rank {rank}, step {s.step}, {s.doing}\n{s.stack}" for rank, s in sorted(scenes.items())]
+            parts = [
+                f"rank {rank}, step {s.step}, {s.doing}\n{s.stack}"
+                for rank, s in sorted(scenes.items())
+            ]
             file.write_text("\n\n".join(parts))
             text += f"\n  stacks of all ranks that answered: {file}"
         self._stalled(text)
