@@ -17,6 +17,7 @@ from shardwise.nn.tiny.case import CannotParallelize, TinyCase
 from shardwise.parallel.pipeline.comm import decode_ports, encode_ports
 from shardwise.parallel.pipeline.cut import balance, cut_model
 from shardwise.parallel.pipeline.facts import probe
+from shardwise.parallel.pipeline.programs import Exchange, Message, programs, run_blocked
 from shardwise.parallel.pipeline.schedule import Action, Schedule, bubble, check_orders, picture, simulate
 from shardwise.parallel.pipeline.stage import Boundary, ShardLayout, StageInput, StageIO
 
@@ -45,6 +46,46 @@ def test_the_check_finds_what_is_missing_and_what_hangs(monkeypatch: pytest.Monk
     monkeypatch.setattr(Schedule, "orders", lambda *_: ((backward, forward),))
     with pytest.raises(ValueError, match="waits for ever"):
         check_orders(Schedule("1f1b"), 1, 1)
+
+
+@pytest.mark.parametrize(("style", "chunks"), STYLES)
+@pytest.mark.parametrize("forwards_only", [False, True])
+def test_no_program_deadlocks_where_every_message_blocks_its_rank(style: Any, chunks: int, forwards_only: bool) -> None:
+    schedule = Schedule(style, chunks)
+    for ranks in (1, 2, 3, 4, 8):
+        for micros in (1, 2, 3, 5, 8, 16, 33):
+            run_blocked(programs(schedule, ranks, micros, forwards_only), schedule.owners(ranks))
+
+
+def test_receives_that_are_posted_ahead_deadlock() -> None:
+    """1F1B as it hung on NCCL: each stage asks for its next message while it computes with the one before."""
+    first, last = programs(Schedule("1f1b"), 2, 4, False)
+    first = ahead(first, Message("backward", 0, 1), Action("backward", 0, 0))
+    last = ahead(last, Message("forward", 1, 2), Action("backward", 1, 1))
+    with pytest.raises(ValueError, match="waits for ever"):
+        run_blocked((first, last), (0, 1))
+
+
+def ahead(program: Any, message: Message, before: Action) -> Any:
+    """A program with one message posted before an action."""
+    items = []
+    for item in program:
+        if item == before:
+            items.append(Exchange((message,)))
+        if isinstance(item, Exchange):
+            item = Exchange(tuple(other for other in item.messages if other != message))
+        items.append(item)
+    return tuple(items)
+
+
+def test_programs_that_lose_a_message_or_send_too_early_are_found() -> None:
+    first, last = programs(Schedule("1f1b"), 2, 2, False)
+    with pytest.raises(ValueError, match="waits for ever"):
+        run_blocked((first, last[:-1]), (0, 1))
+    with pytest.raises(ValueError, match="before it computed it"):
+        run_blocked((first[1::-1] + first[2:], last), (0, 1))
+    with pytest.raises(ValueError, match="before Message.* arrived"):
+        run_blocked((first, last[1::-1] + last[2:]), (0, 1))
 
 
 @pytest.mark.parametrize(("ranks", "micros"), [(2, 4), (4, 8), (4, 32), (8, 16)])

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -145,6 +146,8 @@ def join_world(device_type: str, backend: str, timeout: float, layout: MeshLayou
     if device.type == "cuda" and dist.get_backend() == "gloo":
         teach_gathers()
     meshes = _meshes(device.type, layout)
+    used_in_steps = [mesh for name, mesh in meshes.items() if name != "pipeline"]  # stages have their own links
+    connect([group for mesh in used_in_steps for group in mesh.get_all_groups()], device)
     # Own groups: sharing one with the training collectives crashes asynchronous checkpoints.
     host = "fake" if dist.get_backend() == "fake" else "gloo"  # ranks of a rehearsal talk to nobody
     control = dist.new_group(backend=host, timeout=timedelta(seconds=timeout + LATER))
@@ -181,6 +184,25 @@ def _meshes(device: str, layout: MeshLayout) -> dict[str, DeviceMesh]:
     return meshes
 
 
+def connect(groups: Iterable[dist.ProcessGroup], device: torch.device, neighbours: bool = False) -> None:
+    """Makes NCCL connect the ranks of groups now, where it would do so in a collective in the middle of a step.
+
+    `neighbours`: for messages between consecutive ranks, too. Every rank calls it with its groups in the same order.
+    """
+    for group in groups:
+        if dist.get_backend(group) != "nccl" or dist.get_world_size(group) == 1:
+            continue
+        dist.all_reduce(torch.zeros(1, device=device), group=group)
+        rank, size = dist.get_rank(group), dist.get_world_size(group)
+        operations = []
+        for peer in {(rank + 1) % size, (rank - 1) % size} - {rank} if neighbours else ():
+            for kind in (dist.isend, dist.irecv):
+                operations.append(dist.P2POp(kind, torch.zeros(1, device=device), group=group, group_peer=peer))
+        for work in dist.batch_isend_irecv(operations) if operations else ():
+            work.wait()
+        torch.cuda.synchronize(device)
+
+
 @dataclass(frozen=True)
 class Hops:
     """A shard group split into nodes: the ranks `within` this rank's node, and those `across` nodes at its position."""
@@ -199,6 +221,7 @@ def split_shards(mesh: DeviceMesh, size: int, timeout: float) -> Hops:
             group = dist.new_group(ranks, timeout=timedelta(seconds=timeout + LATER))
             if dist.get_rank() in ranks:
                 own_groups[name] = group
+    connect(own_groups.values(), torch.device(mesh.device_type))
     return Hops(**own_groups)
 
 

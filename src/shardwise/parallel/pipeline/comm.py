@@ -1,59 +1,64 @@
-"""Tensors between neighbouring stages: sent without waiting, received in the order in which they were sent.
+"""Tensors between pipeline stages, exchanged in the order of the rank's program.
 
-[Note: four groups] NCCL runs the messages of two ranks in one group one after the other, each until its partner has
-come to it. Forwards and backwards, and messages to higher and to lower ranks (chunks in rounds or in a V go both ways),
-have groups of their own, so that two ranks never wait for each other. Within a group each pair has one direction, and
-the receiver, which knows the sender's order, asks for messages in that order.
+Both directions share one group, so that NCCL runs a rank's exchanges one after the other, in the order in which they
+were posted: see [Note: one order of messages] in programs.py for why this cannot deadlock. Exchanges have a stream of
+their own: a receive does not wait for what is being computed, only a send for the action that produced it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections import deque
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import Replicate, Shard
 
+from shardwise.distributed.mesh import connect
 from shardwise.distributed.shared_gpu import goes_by_host
-from shardwise.parallel.pipeline.schedule import Orders
+from shardwise.parallel.pipeline.programs import Exchange, Message, Way, source_of
 from shardwise.parallel.pipeline.stage import ShardLayout, StageInput
 
-Way = Literal["forward", "backward"]
-Message = tuple[Way, int, int]  # which way, the chunk it is for, the micro-batch
+Ports = tuple[StageInput, ...]
 
 
 @dataclass(frozen=True)
 class StageLinks:
-    """Groups of one pipeline: for messages, by way and whether to a higher rank; and for sums, by the ranks in them."""
+    """Groups of one pipeline: for tensors, for descriptions of tensors, and for sums, by the ranks in them."""
 
-    messages: dict[tuple[Way, bool], dist.ProcessGroup]
+    tensors: dist.ProcessGroup
+    descriptions: dist.ProcessGroup
     sums: dict[tuple[int, ...], dist.ProcessGroup]
 
 
-def make_links(group: dist.ProcessGroup, sums: Sequence[tuple[int, ...]] = ()) -> StageLinks:
-    """Makes the groups of all pipelines of the run: every rank calls it with its own and the same `sums`."""
-    mine = tuple(dist.get_process_group_ranks(group))
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, mine)
-    messages: dict[tuple[Way, bool], dist.ProcessGroup] = {}
-    summing: dict[tuple[int, ...], dist.ProcessGroup] = {}
+def make_links(
+    group: dist.ProcessGroup, device: torch.device, sums: Sequence[tuple[int, ...]] = ()
+) -> StageLinks:
+    """Makes and connects the groups of all pipelines of the run; every rank calls it with its own and equal `sums`."""
+    own_ranks = tuple(dist.get_process_group_ranks(group))
+    pipelines: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(pipelines, own_ranks)
     backend = dist.get_backend(group)
-    for ranks in sorted(set(gathered)):
-        ways: tuple[Way, ...] = ("forward", "backward")
-        for way in ways:
-            for up in (True, False):
-                made = dist.new_group(list(ranks), backend=backend)
-                if ranks == mine:
-                    messages[way, up] = made
+    host_backend = "fake" if backend == "fake" else "gloo"
+    tensors: dist.ProcessGroup | None = None
+    descriptions: dist.ProcessGroup | None = None
+    own_sums: dict[tuple[int, ...], dist.ProcessGroup] = {}
+    for ranks in sorted(set(pipelines)):
+        tensor_group = dist.new_group(list(ranks), backend=backend)
+        description_group = dist.new_group(list(ranks), backend=host_backend)
+        if ranks == own_ranks:
+            tensors = tensor_group
+            descriptions = description_group
         for members in sorted(set(sums)):
-            made = dist.new_group([ranks[i] for i in members], backend=backend)
-            if ranks == mine:
-                summing[members] = made
-    return StageLinks(messages, summing)
+            sum_group = dist.new_group([ranks[i] for i in members], backend=backend)
+            if ranks == own_ranks:
+                own_sums[members] = sum_group
+    assert tensors is not None and descriptions is not None
+    connect([tensors, *own_sums.values()], device, neighbours=True)
+    return StageLinks(tensors, descriptions, own_sums)
 
 
 def shapes_of(value: Any) -> Hashable:
@@ -61,194 +66,213 @@ def shapes_of(value: Any) -> Hashable:
     if hasattr(value, "shape"):
         return tuple(value.shape)
     if isinstance(value, Mapping):
-        return tuple((key, shapes_of(one)) for key, one in value.items())
+        return tuple((key, shapes_of(entry)) for key, entry in value.items())
     if isinstance(value, (list, tuple)):
-        return tuple(shapes_of(one) for one in value)
+        return tuple(shapes_of(entry) for entry in value)
     if is_dataclass(value):
         return tuple((f.name, shapes_of(getattr(value, f.name))) for f in fields(value))
     return value is None
 
 
-def encode_ports(ports: tuple[StageInput, ...]) -> bytes:
+def encode_ports(ports: Ports) -> bytes:
     """As JSON: what comes from another process is data and no pickle, which could run code."""
-    told = []
+    rows = []
     for port in ports:
         layout = None
-        if (known := port.layout) is not None:
-            assert all(type(one) in (Replicate, Shard) for one in known.placements), known
-            dims = [one.dim if isinstance(one, Shard) else None for one in known.placements]
-            layout = [known.axes, dims, known.shape, known.stride]
-        told.append(
-            [port.place, port.shape, str(port.dtype).removeprefix("torch."), port.grad, layout]
-        )
-    return json.dumps(told).encode()
+        if port.layout is not None:
+            placements = port.layout.placements
+            assert all(type(placement) in (Replicate, Shard) for placement in placements), port
+            dims = [
+                placement.dim if isinstance(placement, Shard) else None for placement in placements
+            ]
+            layout = [port.layout.axes, dims, port.layout.shape, port.layout.stride]
+        dtype = str(port.dtype).removeprefix("torch.")
+        rows.append([port.place, port.shape, dtype, port.grad, layout])
+    return json.dumps(rows).encode()
 
 
-def decode_ports(data: bytes) -> tuple[StageInput, ...]:
+def decode_ports(data: bytes) -> Ports:
     """What `encode_ports` wrote."""
-    found = []
-    for (argument, which), shape, name, grad, layout in json.loads(data):
-        dtype, known = getattr(torch, name), None
+    ports = []
+    for (argument, which), shape, name, grad, encoded_layout in json.loads(data):
+        dtype = getattr(torch, name)
         assert isinstance(dtype, torch.dtype), name
-        if layout is not None:
-            axes, dims, whole, stride = layout
+        layout = None
+        if encoded_layout is not None:
+            axes, dims, full_shape, stride = encoded_layout
             placements = tuple(Replicate() if dim is None else Shard(dim) for dim in dims)
-            known = ShardLayout(tuple(axes), placements, tuple(whole), tuple(stride))
-        found.append(StageInput((argument, which), tuple(shape), dtype, grad, known))
-    return tuple(found)
+            layout = ShardLayout(tuple(axes), placements, tuple(full_shape), tuple(stride))
+        ports.append(StageInput((argument, which), tuple(shape), dtype, grad, layout))
+    return tuple(ports)
+
+
+@dataclass(frozen=True)
+class _Pending:
+    """Tensors under way, and what to wait for."""
+
+    tensors: list[torch.Tensor]
+    works: list[Any]
+    ports: Ports = ()
+
+    @property
+    def done(self) -> bool:
+        return all(work.is_completed() for work in self.works)
+
+    def wait(self) -> None:
+        for work in self.works:
+            work.wait()
 
 
 class StageComm:
-    """The messages of one step of one rank. `known` outlives it: what passes at a boundary for micro-batches alike."""
+    """The messages of one step of one rank. `known` outlives it: the ports of each boundary by shapes."""
 
     def __init__(
         self,
         links: StageLinks,
         rank: int,
         owners: Sequence[int],
-        orders: Orders,
         keys: Sequence[Hashable],
-        known: dict[Hashable, tuple[StageInput, ...]],
+        known: dict[Hashable, Ports],
         device: torch.device,
+        stream: torch.cuda.Stream | None = None,
     ) -> None:
-        self._links, self._rank, self._owners, self._device = links, rank, owners, device
-        self._keys, self._known = keys, known
-        self._expected = {
-            (way, peer): deque(_sent(way, orders[peer], owners, peer, rank))
-            for way in ("forward", "backward") for peer in range(len(orders)) if peer != rank
-        }  # fmt: skip
-        self._arriving: dict[
-            Message, tuple[tuple[StageInput, ...], list[torch.Tensor], list[Any]]
-        ] = {}
-        self._sending: list[tuple[Message, Any, torch.Tensor]] = []
-        self._back: dict[tuple[int, int], tuple[StageInput, ...]] = {}  # gradients that are to come
+        self._links = links
+        self._rank = rank
+        self._owners = owners
+        self._keys = keys
+        self._known = known
+        self._device = device
+        self._stream = stream
+        self._buffers_on = torch.device("cpu") if goes_by_host(links.tensors) else device
+        self._outgoing: dict[Message, Sequence[torch.Tensor]] = {}
+        self._sending: dict[Message, _Pending] = {}
+        self._arriving: dict[Message, _Pending] = {}
+        self._descriptions: list[tuple[Any, torch.Tensor]] = []
+        self._gradient_ports: dict[tuple[int, int], Ports] = {}  # of gradients that will arrive
 
-    def send(
-        self, chunk: int, micro: int, ports: tuple[StageInput, ...], tensors: Sequence[torch.Tensor]
-    ) -> None:
-        """What a chunk needs for a micro-batch, to its owner."""
-        message: Message = ("forward", chunk, micro)
+    def send(self, chunk: int, micro: int, ports: Ports, tensors: Sequence[torch.Tensor]) -> None:
+        """Takes a chunk's input for a micro-batch, to be sent to its owner at its place in the program."""
         key = self._key(chunk, micro)
         if key not in self._known:
             self._known[key] = ports
-            words = torch.frombuffer(bytearray(encode_ports(ports)), dtype=torch.uint8)
-            self._post(message, torch.tensor([len(words)]))
-            self._post(message, words)
+            self._describe(ports, self._owners[chunk])
         elif self._known[key] != ports:
             raise RuntimeError(
-                f"chunk {chunk} is given {ports}, before it was {self._known[key]}: shapes do not tell"
+                f"chunk {chunk} is given {ports}, before it was {self._known[key]}: "
+                "micro-batches of the same shapes must pass the same tensors"
             )
-        self._back[chunk - 1, micro] = ports
-        for tensor in tensors:
-            self._post(message, tensor.detach())
+        self._gradient_ports[chunk - 1, micro] = ports
+        self._outgoing[Message("forward", chunk, micro)] = tensors
 
     def send_back(self, chunk: int, micro: int, gradients: Sequence[torch.Tensor]) -> None:
-        """The gradients of what a chunk made, to its owner."""
-        for gradient in gradients:
-            self._post(("backward", chunk, micro), gradient.detach())
+        """Takes the gradients of a chunk's output, to be sent to its owner at their place in the program."""
+        self._outgoing[Message("backward", chunk, micro)] = gradients
 
-    def receive(
-        self, way: Way, chunk: int, micro: int
-    ) -> tuple[tuple[StageInput, ...], list[torch.Tensor]]:
-        """What was sent for a chunk and a micro-batch; waits for it."""
-        source = self._owners[chunk - 1 if way == "forward" else chunk + 1]
-        message = (way, chunk, micro)
-        expected = self._expected[way, source]
-        while message not in self._arriving:
-            self._expect(expected.popleft(), source)
-        ports, tensors, works = self._arriving.pop(message)
-        if expected and self._may_come(expected[0], source):  # while this one is computed with
-            self._expect(expected.popleft(), source)
-        for work in works:
-            work.wait()
-        if way == "backward":  # so what it is the gradient of has arrived
-            self._forget(("forward", chunk + 1, micro))
-        return ports, [tensor.to(self._device) for tensor in tensors]
+    def exchange(self, exchange: Exchange) -> None:
+        """Posts sends and receives; does not wait for them."""
+        operations: list[Any] = []
+        pending: list[tuple[dict[Message, _Pending], Message, Ports, list[torch.Tensor]]] = []
+        sends = False
+        for message in exchange.messages:
+            ports: Ports = ()
+            if self._owners[source_of(message)] == self._rank:
+                peer = self._owners[message.chunk]
+                outgoing = self._outgoing.pop(message)
+                tensors = [t.detach().to(self._buffers_on).contiguous() for t in outgoing]
+                operations += [self._operation(dist.isend, tensor, peer) for tensor in tensors]
+                pending.append((self._sending, message, ports, tensors))
+                sends = True
+                continue
+            peer = self._owners[source_of(message)]
+            if (
+                message.way == "forward"
+                and self._key(message.chunk, message.micro) not in self._known
+            ):
+                self._post(operations, pending, sends)  # the description may depend on these
+                operations, pending, sends = [], [], False
+            ports = self._ports(message, peer)
+            with self._beside():
+                tensors = [self._buffer(p) for p in ports if p.grad or message.way == "forward"]
+            operations += [self._operation(dist.irecv, tensor, peer) for tensor in tensors]
+            pending.append((self._arriving, message, ports, tensors))
+        self._post(operations, pending, sends)
+
+    def receive(self, way: Way, chunk: int, micro: int) -> tuple[Ports, list[torch.Tensor]]:
+        """The message for a chunk and a micro-batch, whose exchange was posted; waits for it."""
+        arrived = self._arriving.pop(Message(way, chunk, micro))
+        arrived.wait()
+        if self._stream is not None:
+            for tensor in arrived.tensors:
+                tensor.record_stream(torch.cuda.current_stream())
+        if way == "backward":  # its input has arrived, then
+            sent = self._sending.pop(Message("forward", chunk + 1, micro), None)
+            if sent is not None:
+                sent.wait()
+        return arrived.ports, [tensor.to(self._device) for tensor in arrived.tensors]
 
     def finish(self) -> None:
         """Waits until everything has been sent."""
-        for _, work, _ in self._sending:
+        for sent in self._sending.values():
+            sent.wait()
+        for work, _ in self._descriptions:
             work.wait()
         self._sending.clear()
-
-    def _forget(self, arrived: Message) -> None:
-        """Lets go of tensors that were sent."""
-        left = []
-        for message, work, tensor in self._sending:
-            if message == arrived:
-                work.wait()
-            elif not work.is_completed():
-                left.append((message, work, tensor))
-        self._sending = left
+        self._descriptions.clear()
 
     def _key(self, chunk: int, micro: int) -> Hashable:
         return (chunk, torch.is_grad_enabled(), self._keys[micro])
 
-    def _group(self, way: Way, source: int, target: int) -> dist.ProcessGroup:
-        return self._links.messages[way, target > source]
+    def _operation(self, kind: Any, tensor: torch.Tensor, peer: int) -> Any:
+        return dist.P2POp(kind, tensor, group=self._links.tensors, group_peer=peer)
 
-    def _post(self, message: Message, tensor: torch.Tensor) -> None:
-        way, chunk, _ = message
-        peer = self._owners[chunk]
-        group = self._group(way, self._rank, peer)
-        tensor = tensor.to("cpu" if goes_by_host(group) else self._device).contiguous()
-        self._sending.append((message, dist.isend(tensor, group=group, group_dst=peer), tensor))
+    def _buffer(self, port: StageInput) -> torch.Tensor:
+        return torch.empty(port.shape, dtype=port.dtype, device=self._buffers_on)
 
-    def _take(
-        self, way: Way, source: int, shape: Sequence[int], dtype: torch.dtype
-    ) -> tuple[torch.Tensor, Any]:
-        group = self._group(way, source, self._rank)
-        tensor = torch.empty(
-            tuple(shape), dtype=dtype, device="cpu" if goes_by_host(group) else self._device
-        )
-        return tensor, dist.irecv(tensor, group=group, group_src=source)
+    def _beside(self) -> contextlib.AbstractContextManager[Any]:
+        """The stream of exchanges, where there are streams."""
+        if self._stream is None:
+            return contextlib.nullcontext()
+        return torch.cuda.stream(self._stream)
 
-    def _expect(self, message: Message, source: int) -> None:
-        way, chunk, micro = message
-        ports = (
-            self._ports(chunk, micro, source)
-            if way == "forward"
-            else self._back.pop((chunk, micro))
-        )
-        wanted = [port for port in ports if port.grad or way == "forward"]
-        taken = [self._take(way, source, port.shape, port.dtype) for port in wanted]
-        self._arriving[message] = (
-            ports,
-            [tensor for tensor, _ in taken],
-            [work for _, work in taken],
-        )
+    def _post(
+        self,
+        operations: list[Any],
+        pending: list[tuple[dict[Message, _Pending], Message, Ports, list[torch.Tensor]]],
+        sends: bool,
+    ) -> None:
+        works: list[Any] = []
+        if operations:
+            if self._stream is not None and sends:
+                self._stream.wait_stream(torch.cuda.current_stream())
+            with self._beside():
+                works = dist.batch_isend_irecv(operations)
+        one_each = len(works) == len(operations)  # NCCL has one for all
+        position = 0
+        for box, message, ports, tensors in pending:
+            following = position + len(tensors)
+            own_works = works[position:following] if one_each else works
+            box[message] = _Pending(tensors, own_works, ports)
+            position = following
+        if self._stream is not None:
+            self._sending = {m: sent for m, sent in self._sending.items() if not sent.done}
 
-    def _may_come(self, message: Message, source: int) -> bool:
-        """Whether a message can be asked for ahead: it is clear what it consists of, and nothing has to wait for it."""
-        way, chunk, micro = message
-        # NCCL groups that are bound to a device have one queue for all pairs, the others one for each pair.
-        free = getattr(self._group(way, source, self._rank), "bound_device_id", None) is None
-        known = (
-            self._key(chunk, micro) in self._known
-            if way == "forward"
-            else (chunk, micro) in self._back
-        )
-        return free and known
-
-    def _ports(self, chunk: int, micro: int, source: int) -> tuple[StageInput, ...]:
-        key = self._key(chunk, micro)
+    def _ports(self, message: Message, peer: int) -> Ports:
+        if message.way == "backward":
+            return self._gradient_ports.pop((message.chunk, message.micro))
+        key = self._key(message.chunk, message.micro)
         if key not in self._known:
-            length, work = self._take("forward", source, [1], torch.int64)
-            work.wait()
-            words, work = self._take("forward", source, [int(length)], torch.uint8)
-            work.wait()
-            self._known[key] = decode_ports(words.cpu().numpy().tobytes())
+            self._known[key] = self._described(peer)
         return self._known[key]
 
+    def _describe(self, ports: Ports, peer: int) -> None:
+        data = torch.frombuffer(bytearray(encode_ports(ports)), dtype=torch.uint8)
+        for tensor in (torch.tensor([len(data)]), data):
+            work = dist.isend(tensor, group=self._links.descriptions, group_dst=peer)
+            self._descriptions.append((work, tensor))
 
-def _sent(
-    way: Way, order: Sequence[Any], owners: Sequence[int], source: int, target: int
-) -> list[Message]:
-    """The messages from one rank to another, in the order in which they are sent."""
-    kinds = ("forward",) if way == "forward" else ("backward", "input")
-    step = 1 if way == "forward" else -1
-    return [
-        (way, action.chunk + step, action.micro) for action in order
-        if action.kind in kinds
-        and 0 <= action.chunk + step < len(owners) and owners[action.chunk + step] == target != source
-    ]  # fmt: skip
+    def _described(self, peer: int) -> Ports:
+        length = torch.empty(1, dtype=torch.int64)
+        dist.recv(length, group=self._links.descriptions, group_src=peer)
+        data = torch.empty(int(length), dtype=torch.uint8)
+        dist.recv(data, group=self._links.descriptions, group_src=peer)
+        return decode_ports(data.numpy().tobytes())

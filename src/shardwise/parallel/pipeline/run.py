@@ -17,8 +17,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
+from shardwise.distributed.shared_gpu import goes_by_host
 from shardwise.parallel.pipeline.comm import StageComm, StageLinks, make_links, shapes_of
-from shardwise.parallel.pipeline.schedule import Action, ActionSpan, Orders, Schedule
+from shardwise.parallel.pipeline.programs import Exchange, Program, programs
+from shardwise.parallel.pipeline.schedule import Action, ActionSpan, Schedule
 from shardwise.parallel.pipeline.split_backward import (
     backward_of_inputs,
     backward_of_weights,
@@ -47,8 +49,10 @@ class Pipeline:
         links: StageLinks | None = None,
     ) -> None:
         self.stages, self.group, self.schedule, self.device = stages, group, schedule, device
-        self.links = links or make_links(group, sorted(set(stages.shared.values())))
+        self.links = links or make_links(group, device, sorted(set(stages.shared.values())))
         self.owners = schedule.owners(stages.ranks)
+        on_device = device.type == "cuda" and not goes_by_host(self.links.tensors)
+        self.stream = torch.cuda.Stream(device) if on_device else None
         self.record = False
         self.spans: list[ActionSpan] = []
         stages.device, stages.meshes = device, meshes
@@ -72,15 +76,18 @@ class Pipeline:
         if self.schedule.splits and not self._checked:  # now that the model is sharded, if it is
             check_split(self.stages.model, self.stages.blocks)
             self._checked = True
-        orders = self.schedule.orders(self.stages.ranks, len(micro_batches))
-        return _Step(self, orders, micro_batches, compute, to_backward, before_backward).run()
+        program = self._program(micro_batches, forwards_only=False)
+        return _Step(self, program, micro_batches, compute, to_backward, before_backward).run()
 
     @torch.no_grad()
     def evaluate(self, micro_batches: Sequence[Any], compute: Compute) -> list[Any]:
         """Forwards alone; what `compute` returned on the last stage, [] on the others."""
-        orders = self.schedule.orders(self.stages.ranks, len(micro_batches))
-        forwards = tuple(tuple(one for one in order if one.kind == "forward") for order in orders)
-        return _Step(self, forwards, micro_batches, compute).run()
+        program = self._program(micro_batches, forwards_only=True)
+        return _Step(self, program, micro_batches, compute).run()
+
+    def _program(self, micro_batches: Sequence[Any], forwards_only: bool) -> Program:
+        ranks = self.stages.ranks
+        return programs(self.schedule, ranks, len(micro_batches), forwards_only)[self.stages.rank]
 
     def logits(self, **inputs: Any) -> torch.Tensor:
         """The model's logits, on every rank."""
@@ -108,7 +115,7 @@ class _Step:
     def __init__(
         self,
         pipeline: Pipeline,
-        orders: Orders,
+        program: Program,
         micro_batches: Sequence[Any],
         compute: Compute,
         to_backward: Callable[[Any], torch.Tensor] | None = None,
@@ -117,16 +124,16 @@ class _Step:
         stages = pipeline.stages
         self._stages, self._micros, self._compute = stages, micro_batches, compute
         self._to_backward, self._before_backward = to_backward, before_backward
-        self._owners, self._order = pipeline.owners, orders[stages.rank]
-        keys = [shapes_of(micro) for micro in micro_batches]
-        self._mail = StageComm(
+        self._owners = pipeline.owners
+        self._program = program
+        self._comm = StageComm(
             pipeline.links,
             stages.rank,
             pipeline.owners,
-            orders,
-            keys,
+            [shapes_of(micro) for micro in micro_batches],
             pipeline._known,
             pipeline.device,
+            pipeline.stream,
         )
         timed = pipeline.record and to_backward is not None
         self._clock = _Clock(stages.rank, pipeline.device) if timed else None
@@ -135,11 +142,12 @@ class _Step:
         self._local: dict[Any, Any] = {}  # between two chunks of this rank
         self._weights: dict[tuple[int, int], Any] = {}
         self._results: dict[int, Any] = {}
-        kinds = ("backward", "input")
-        self._left = {
-            chunk: sum(a.chunk == chunk and a.kind in kinds for a in self._order)
-            for chunk in stages.chunks
-        }
+        self._left = dict.fromkeys(
+            stages.chunks, 0
+        )  # backwards of each chunk that are still to come
+        for item in program:
+            if isinstance(item, Action) and item.kind in ("backward", "input"):
+                self._left[item.chunk] += 1
 
     def run(self) -> list[Any]:
         do = {
@@ -148,13 +156,14 @@ class _Step:
             "input": self._input,
             "weight": self._weight,
         }
-        for action in self._order:
-            if self._stages.carried is not None:
-                self._stages.carried.enter(
-                    action.micro
-                )  # a block that backward recomputes is of this micro-batch
-            do[action.kind](action)
-        self._mail.finish()
+        for item in self._program:
+            if isinstance(item, Exchange):
+                self._comm.exchange(item)
+                continue
+            if self._stages.carried is not None:  # what backward recomputes is of this micro-batch
+                self._stages.carried.enter(item.micro)
+            do[item.kind](item)
+        self._comm.finish()
         if self._pipeline.schedule.splits and self._before_backward is not None:
             self._before_backward(self._stages.chunks[-1], True)
             finish_split(self._stages.model)
@@ -177,14 +186,14 @@ class _Step:
         elif self._owners[chunk + 1] == self._stages.rank:
             self._local["forward", chunk + 1, micro] = passed.wire
         else:
-            self._mail.send(chunk + 1, micro, passed.wire.ports, passed.wire.tensors)
+            self._comm.send(chunk + 1, micro, passed.wire.ports, passed.wire.tensors)
 
     def _incoming(self, chunk: int, micro: int) -> StageIO | None:
         if chunk == 0:
             return None
         if (wire := self._local.pop(("forward", chunk, micro), None)) is not None:
             return wire  # type: ignore[no-any-return]
-        ports, tensors = self._mail.receive("forward", chunk, micro)
+        ports, tensors = self._comm.receive("forward", chunk, micro)
         return StageIO(ports, tuple(tensors))
 
     def _backward(self, action: Action) -> None:
@@ -221,7 +230,7 @@ class _Step:
             return passed, [], None
         if self._owners[chunk + 1] == self._stages.rank:
             return passed, passed.wire.differentiable, self._local.pop(("backward", chunk, micro))
-        return passed, passed.wire.differentiable, self._mail.receive("backward", chunk, micro)[1]
+        return passed, passed.wire.differentiable, self._comm.receive("backward", chunk, micro)[1]
 
     def _return(self, action: Action, passed: Passed) -> None:
         """Hands the gradients of what came by wire to where it came from."""
@@ -236,7 +245,7 @@ class _Step:
         if self._owners[chunk - 1] == self._stages.rank:
             self._local["backward", chunk - 1, micro] = gradients
         else:
-            self._mail.send_back(chunk - 1, micro, gradients)
+            self._comm.send_back(chunk - 1, micro, gradients)
 
     def _announce(self, action: Action) -> None:
         """Tells the loop, and FSDP, which forgets what it knows of forwards under way in what it takes for the last."""

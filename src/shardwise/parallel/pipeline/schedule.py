@@ -204,28 +204,40 @@ def simulate(
     schedule: Schedule, ranks: int, micros: int, seconds: Callable[[Action], float]
 ) -> list[ActionSpan]:
     """When each action would run if it took so long and messages took no time."""
-    owners, orders = schedule.owners(ranks), schedule.orders(ranks, micros)
+    orders = schedule.orders(ranks, micros)
+    try:
+        return run_on_paper(orders, len(schedule.owners(ranks)), schedule.splits, seconds)
+    except ValueError as error:
+        raise ValueError(f"{error}: {schedule}") from None
+
+
+def run_on_paper(
+    orders: Orders, chunks: int, splits: bool, seconds: Callable[[Action], float]
+) -> list[ActionSpan]:
+    """As `simulate`, for any orders; ValueError if a rank would wait for ever."""
     ends: dict[Action, float] = {}
     spans: list[ActionSpan] = []
-    free, at = [0.0] * ranks, [0] * ranks
-    moved = True
-    while moved:
-        moved = False
+    free = [0.0] * len(orders)
+    position = [0] * len(orders)
+    progress = True
+    while progress:
+        progress = False
         for rank, order in enumerate(orders):
-            while at[rank] < len(order):
-                action = order[at[rank]]
-                before = needs(action, len(owners), schedule.splits)
-                if not all(one in ends for one in before):
+            while position[rank] < len(order):
+                action = order[position[rank]]
+                before = needs(action, chunks, splits)
+                if not all(needed in ends for needed in before):
                     break
-                begin = max([free[rank], *(ends[one] for one in before)])
-                free[rank] = ends[action] = begin + seconds(action)
-                spans.append(ActionSpan(rank, action, begin, ends[action]))
-                at[rank] += 1
-                moved = True
-    if stuck := [rank for rank in range(ranks) if at[rank] < len(orders[rank])]:
-        raise ValueError(
-            f"rank {stuck[0]} waits for ever at {orders[stuck[0]][at[stuck[0]]]}: {schedule}"
-        )
+                begin = max([free[rank], *(ends[needed] for needed in before)])
+                end = begin + seconds(action)
+                free[rank] = end
+                ends[action] = end
+                spans.append(ActionSpan(rank, action, begin, end))
+                position[rank] += 1
+                progress = True
+    for rank, order in enumerate(orders):
+        if position[rank] < len(order):
+            raise ValueError(f"rank {rank} waits for ever at {order[position[rank]]}")
     return spans
 
 
