@@ -139,12 +139,12 @@ def _call(
         if not isinstance(leaf, torch.Tensor):
             described.append(leaf)
             continue
-        place = next((p for p, shape in unmatched.items() if shape == leaf.shape), None)
-        if place is None:
+        match = next((p for p, shape in unmatched.items() if shape == leaf.shape), None)
+        if match is None:
             described.append(OutputShape(tuple(leaf.shape)))
         else:
-            described.append(Like(place))
-            del unmatched[place]
+            described.append(Like(match))
+            del unmatched[match]
     input_shape = tuple(next(iter(inputs.values())))
     return Call(name, tuple(inputs), Output(spec, tuple(described), input_shape))
 
