@@ -184,7 +184,7 @@ def adapters_apart(kind: str, methods: list[str]) -> dict[str, tuple[float, floa
                 loss.backward()
             answers.append(LossAndGradients(loss.item(), gradients_of(model)))
         verdict = judge(answers[1], answers[0])
-        found[method] = (verdict.loss, verdict.gradient, verdict.module, len(tensor.whole))
+        found[method] = (verdict.loss, verdict.gradient, verdict.module, len(tensor.unsharded))
     return found
 
 

@@ -1,7 +1,8 @@
-"""Pipeline parallelism for any Hugging Face model: its own forward runs on every stage, with stand-ins for the rest.
+"""Pipeline parallelism for any Hugging Face model, whose own forward runs on every stage.
 
-facts.py watches a tiny model of the same class, cut.py divides the large one, stage.py makes a rank's model of it,
-schedule.py says what is done when, and run.py does it.
+Blocks of other stages are replaced by stand-ins. facts.py traces a tiny model of the same class,
+cut.py cuts the large one, stage.py builds a rank's model, schedule.py orders the work, and run.py
+executes it.
 """
 
 from shardwise.parallel.pipeline.cut import Cut, StageFacts, cut_model
@@ -23,4 +24,4 @@ __all__ = [
     "cut_model",
     "picture",
     "probe",
-]  # fmt: skip
+]

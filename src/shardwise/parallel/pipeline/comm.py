@@ -1,8 +1,9 @@
 """Tensors between pipeline stages, exchanged in the order of the rank's program.
 
-Both directions share one group, so that NCCL runs a rank's exchanges one after the other, in the order in which they
-were posted: see [Note: one order of messages] in programs.py for why this cannot deadlock. Exchanges have a stream of
-their own: a receive does not wait for what is being computed, only a send for the action that produced it.
+Both directions share one group, so that NCCL runs a rank's exchanges one after the other, in the
+order in which they were posted: see [Note: one order of messages] in programs.py for why this
+cannot deadlock. Exchanges have a stream of their own: a receive does not wait for what is being
+computed, only a send for the action that produced it.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ Ports = tuple[StageInput, ...]
 
 @dataclass(frozen=True)
 class StageLinks:
-    """Groups of one pipeline: for tensors, for descriptions of tensors, and for sums, by the ranks in them."""
+    """Groups of one pipeline: for tensors, descriptions of tensors, and sums (by their ranks)."""
 
     tensors: dist.ProcessGroup
     descriptions: dist.ProcessGroup
@@ -37,7 +38,10 @@ class StageLinks:
 def make_links(
     group: dist.ProcessGroup, device: torch.device, sums: Sequence[tuple[int, ...]] = ()
 ) -> StageLinks:
-    """Makes and connects the groups of all pipelines of the run; every rank calls it with its own and equal `sums`."""
+    """Makes and connects the groups of all pipelines of the run.
+
+    Every rank calls it with its own `group` and the same `sums`.
+    """
     own_ranks = tuple(dist.get_process_group_ranks(group))
     pipelines: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(pipelines, own_ranks)
@@ -124,7 +128,7 @@ class _Pending:
 
 
 class StageComm:
-    """The messages of one step of one rank. `known` outlives it: the ports of each boundary by shapes."""
+    """The messages of one step of one rank; `known` are the ports of boundaries, kept between steps."""
 
     def __init__(
         self,
@@ -151,7 +155,7 @@ class StageComm:
         self._gradient_ports: dict[tuple[int, int], Ports] = {}  # of gradients that will arrive
 
     def send(self, chunk: int, micro: int, ports: Ports, tensors: Sequence[torch.Tensor]) -> None:
-        """Takes a chunk's input for a micro-batch, to be sent to its owner at its place in the program."""
+        """Takes the input of a chunk; it is sent to its owner when the program says so."""
         key = self._key(chunk, micro)
         if key not in self._known:
             self._known[key] = ports
@@ -165,7 +169,7 @@ class StageComm:
         self._outgoing[Message("forward", chunk, micro)] = tensors
 
     def send_back(self, chunk: int, micro: int, gradients: Sequence[torch.Tensor]) -> None:
-        """Takes the gradients of a chunk's output, to be sent to its owner at their place in the program."""
+        """Takes the gradients of a chunk's output; they are sent when the program says so."""
         self._outgoing[Message("backward", chunk, micro)] = gradients
 
     def exchange(self, exchange: Exchange) -> None:

@@ -1,8 +1,8 @@
-"""Where a model may be cut: its blocks in the order in which they run, and what passes from one to the next.
+"""Where a model may be cut: its blocks in execution order, and what passes from one to the next.
 
-What is known comes from a tiny model of the same class (facts.py). A block of the large model is like the tiny one's by
-its place in its stack: the first, one in the middle, or the last. An encoder–decoder model has two stacks, the
-encoder's blocks running first.
+The facts come from a tiny model of the same class (facts.py). A block of the large model
+corresponds to a tiny one by its place in its stack: the first, one in the middle, or the last. An
+encoder–decoder model has two stacks, and the encoder's blocks run first.
 """
 
 from __future__ import annotations
@@ -19,13 +19,12 @@ from shardwise.core.compat.torch_private import tree_flatten, tree_unflatten
 from shardwise.nn.models.build import find_blocks
 from shardwise.nn.tiny.case import CannotParallelize
 
-Place = tuple[
-    int | str, int
-]  # a tensor among the arguments of a call: the argument, and which tensor within it
+# A tensor among the arguments of a call: the argument, and the index of the tensor within it.
+Place = tuple[int | str, int]
 
 
 class Arguments:
-    """The arguments of a call, tensor by tensor."""
+    """The arguments of a call as a flat, mutable mapping of `leaves`."""
 
     def __init__(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         self._positional = len(args)
@@ -34,15 +33,15 @@ class Arguments:
         named: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
         for name, value in named:
             leaves, self._specs[name] = tree_flatten(value)
-            self.leaves |= {(name, i): leaf for i, leaf in enumerate(leaves)}
+            for i, leaf in enumerate(leaves):
+                self.leaves[name, i] = leaf
 
     def rebuilt(self) -> tuple[list[Any], dict[str, Any]]:
-        """The arguments with the leaves as they are now."""
+        """Returns args and kwargs with the present leaves."""
         values: dict[Any, Any] = {}
         for name, spec in self._specs.items():
-            values[name] = tree_unflatten(
-                [self.leaves[name, i] for i in range(spec.num_leaves)], spec
-            )
+            leaves = [self.leaves[name, i] for i in range(spec.num_leaves)]
+            values[name] = tree_unflatten(leaves, spec)
         return [values.pop(i) for i in range(self._positional)], values
 
 
@@ -62,31 +61,38 @@ class OutputShape:
 
 @dataclass(frozen=True)
 class Output:
-    """What a block returns: a Like or a Shape for each tensor, anything else as it is.
+    """What a block returns: a Like or an OutputShape for each tensor, other leaves unchanged.
 
-    `like` is the shape of the tiny block's input, by which sizes are translated.
+    `input_shape` is that of the tiny block's input, by which sizes are translated.
     """
 
     spec: Any
     leaves: tuple[Any, ...]
-    like: tuple[int, ...]
+    input_shape: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Call:
-    """One run of a block: the arguments that come from parameters, what it returns, and parameters outside of blocks
-    that are needed from its begin to that of the next (the embedding for the first, the head for the last)."""
+    """One run of a block: which of its arguments depend on parameters, and what it returns.
+
+    `parameters`: those outside of the blocks that are needed between the beginning of this block
+    and that of the next (the embedding for the first block, the head for the last).
+    """
 
     block: str
-    takes: tuple[Place, ...]
-    gives: Output
-    lives: frozenset[str] = frozenset()
+    inputs: tuple[Place, ...]
+    output: Output
+    parameters: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
 class StageFacts:
-    """Of a tiny model: its blocks, and as they run; the names of its parameters outside of the blocks that run; and why
-    it cannot be cut before a run ("" if it can), which is tried when it is asked for."""
+    """Facts about a tiny model.
+
+    `blocks`: all of them; `calls`: those that run, in order. `outside`: the parameters outside of
+    the blocks that run. `fault(at, in_place)`: tries a cut before call `at`, and returns why it
+    fails or "".
+    """
 
     blocks: tuple[str, ...]
     calls: tuple[Call, ...]
@@ -96,96 +102,105 @@ class StageFacts:
 
 @dataclass(frozen=True)
 class Cut:
-    """A model in chunks: its blocks as they run, and from which to which each chunk goes.
+    """A model in chunks: its blocks in execution order, and each chunk's range of them.
 
-    `into`: what comes by wire is written into the tensors that the first block is given. Code around the blocks that
-    goes on with its own (a residual that is added there, in XLM) then has the right ones too.
+    `in_place`: received tensors are copied into the arguments that the first block is called with.
+    Code around the blocks that continues with these tensors (a residual that XLM adds there) then
+    has the right values too.
     """
 
     calls: tuple[Call, ...]
     ranges: tuple[tuple[int, int], ...]
     outside: frozenset[str]
-    into: bool = False
+    in_place: bool = False
+
+    def _calls_of(self, chunk: int) -> tuple[Call, ...]:
+        begin, end = self.ranges[chunk]
+        return self.calls[begin:end]
 
     def blocks(self, chunk: int) -> frozenset[str]:
-        """The names of a chunk's blocks."""
-        return frozenset(call.block for call in self.calls[slice(*self.ranges[chunk])])
+        """Returns the names of a chunk's blocks."""
+        return frozenset(call.block for call in self._calls_of(chunk))
 
     def needs(self, chunk: int, name: str) -> bool:
-        """Whether a chunk needs a parameter that lies outside of the blocks; yes, where nothing is known of it."""
-        lives = frozenset().union(*(call.lives for call in self.calls[slice(*self.ranges[chunk])]))
+        """Whether a chunk needs a parameter outside of the blocks; True for unknown ones."""
+        needed = frozenset().union(*(call.parameters for call in self._calls_of(chunk)))
         if name in self.outside:
-            return name in lives
-        while "." in name:  # something new, such as an adapter, goes where what it is part of goes
+            return name in needed
+        while "." in name:  # a new parameter, such as an adapter's, goes with the module it is in
             name = name.rpartition(".")[0]
-            if known := [one for one in self.outside if one.startswith(name + ".")]:
-                return any(one in lives for one in known)
+            if siblings := {n for n in self.outside if n.startswith(name + ".")}:
+                return bool(siblings & needed)
         return True
 
 
 def cut_model(
     model: nn.Module, facts: StageFacts, stages: int, weights: Mapping[str, float] | None = None
 ) -> Cut:
-    """Divides a model into as many chunks, as evenly as may be by the weights of its blocks (default: parameters)."""
-    blocks = dict(find_blocks(model))
-    calls, like = _stretch(facts, list(blocks))
+    """Returns a cut into `stages` chunks, balanced by the blocks' weights (default: parameters)."""
+    calls, tiny_calls = _stretch(facts, [name for name, _ in find_blocks(model)])
     if len(calls) < stages:
         raise CannotParallelize("", f"{len(calls)} blocks cannot be divided among {stages} stages")
-    size = weights or sizes_of(model)
-    sizes = [size[call.block] for call in calls]
+    weights = weights or sizes_of(model)
+    sizes = [weights[call.block] for call in calls]
     faults: list[str] = []
-    for into in (False, True):
+    for in_place in (False, True):
         allowed = [True] * len(calls)
         while ranges := balance(sizes, stages, allowed):
             for begin, _ in ranges[1:]:
-                if fault := next(
-                    (fault for at in like[begin] if (fault := facts.fault(at, into))), ""
-                ):
+                if fault := _first_fault(facts, tiny_calls[begin], in_place):
                     allowed[begin] = False
                     faults.append(f"{calls[begin].block}: {fault}")
             if all(allowed[begin] for begin, _ in ranges):
-                return Cut(tuple(calls), ranges, facts.outside, into)
+                return Cut(tuple(calls), ranges, facts.outside, in_place)
     raise CannotParallelize("", faults[0])
 
 
+def _first_fault(facts: StageFacts, tiny_calls: Iterable[int], in_place: bool) -> str:
+    for at in tiny_calls:
+        if fault := facts.fault(at, in_place):
+            return fault
+    return ""
+
+
 def sizes_of(model: nn.Module) -> dict[str, float]:
-    """The parameters of each block: work and memory go with them."""
-    return {
-        name: float(sum(p.numel() for p in block.parameters()))
-        for name, block in find_blocks(model)
-    }
+    """Returns the number of parameters of each block, to which work and memory are proportional."""
+    sizes: dict[str, float] = {}
+    for name, block in find_blocks(model):
+        sizes[name] = float(sum(p.numel() for p in block.parameters()))
+    return sizes
 
 
 def balance(
     weights: Sequence[float], parts: int, allowed: Sequence[bool] = ()
 ) -> tuple[tuple[int, int], ...] | None:
-    """Consecutive ranges whose heaviest is as light as can be; `allowed[i]`: whether one may begin at i."""
+    """Returns consecutive ranges whose heaviest is as light as possible; None if there are none.
+
+    `allowed[i]`: whether a range may begin at i.
+    """
     total = [0.0, *itertools.accumulate(weights)]
-    places = [i for i in range(1, len(weights)) if not allowed or allowed[i]]
-    # best[i]: (the heaviest part, the begins) of the first i blocks in so many parts
-    best: dict[int, tuple[float, tuple[int, ...]]] = {
-        i: (total[i], (0,)) for i in [*places, len(weights)]
-    }
-    for count in range(2, parts + 1):
-        best = {
-            end: min(
-                (max(best[i][0], total[end] - total[i]), (*best[i][1], i))
-                for i in places
-                if i in best and i < end
-            )
-            for end in [*places, len(weights)]
-            if any(i in best and i < end for i in places)
-        }
-        if count < parts:
-            best.pop(len(weights), None)
+    begins = [i for i in range(1, len(weights)) if not allowed or allowed[i]]
+    ends = [*begins, len(weights)]
+    # best[end]: the weight of the heaviest part, and where each begins, for the blocks before `end`
+    best: dict[int, tuple[float, tuple[int, ...]]] = {end: (total[end], (0,)) for end in ends}
+    for _ in range(parts - 1):
+        longer: dict[int, tuple[float, tuple[int, ...]]] = {}
+        for end in ends:
+            options = []
+            for begin in begins:
+                if begin in best and begin < end:
+                    heaviest, before = best[begin]
+                    options.append((max(heaviest, total[end] - total[begin]), (*before, begin)))
+            if options:
+                longer[end] = min(options)
+        best = longer
     if len(weights) not in best:
         return None
-    begins = best[len(weights)][1]
-    return tuple(itertools.pairwise((*begins, len(weights))))
+    return tuple(itertools.pairwise((*best[len(weights)][1], len(weights))))
 
 
 def _stretch(facts: StageFacts, names: Sequence[str]) -> tuple[list[Call], list[list[int]]]:
-    """The calls of a model with these blocks, and the tiny ones before which a cut is like one before each."""
+    """Returns the calls of a model with these blocks, and the tiny calls that each is like."""
     calls = facts.calls
     if facts.blocks == tuple(names):
         return list(calls), [[i] for i in range(len(calls))]
@@ -195,32 +210,29 @@ def _stretch(facts: StageFacts, names: Sequence[str]) -> tuple[list[Call], list[
             calls[0].block,
             "it runs several times in a forward, how often in the large model is not known",
         )
-    numbered = {
-        name for name in facts.outside if re.search(r"\.\d+(\.|$)", name)
-    }  # lists that are as long as stacks
+    # Parameters in lists that are as long as the stacks.
+    numbered = {name for name in facts.outside if re.search(r"\.\d+(\.|$)", name)}
     stretched: list[Call] = []
-    like: list[list[int]] = []
-    for stack, places in itertools.groupby(range(len(calls)), key=lambda i: _stack(calls[i].block)):
-        tiny = list(places)
-        wanted = [name for name in names if _stack(name) == stack]
-        if len(tiny) < 2 < len(wanted):
+    tiny_calls: list[list[int]] = []
+    for stack, group in itertools.groupby(range(len(calls)), key=lambda i: _stack(calls[i].block)):
+        tiny = list(group)
+        blocks = [name for name in names if _stack(name) == stack]
+        if len(tiny) < 2 < len(blocks):
             raise CannotParallelize(
                 stack, "a small model of this class has but one block, which shows too little"
             )
-        for i, name in enumerate(wanted):
-            like.append(tiny[1:] if i else tiny[:1])
-            call = _merged(
-                [calls[j] for j in _like(i, len(wanted), tiny)], [calls[j] for j in like[-1]]
-            )
-            stretched.append(replace(call, block=name, lives=call.lives | numbered))
-    idle = {_stack(call.block) for call in calls} & {
-        _stack(name) for name in facts.blocks if name not in called
-    }
-    if idle or not stretched:
+        for i, name in enumerate(blocks):
+            before = tiny[1:] if i else tiny[:1]
+            like = [calls[j] for j in _like(i, len(blocks), tiny)]
+            call = _merged(like, [calls[j] for j in before])
+            tiny_calls.append(before)
+            stretched.append(replace(call, block=name, parameters=call.parameters | numbered))
+    idle = {_stack(name) for name in facts.blocks if name not in called}
+    if not stretched or not idle.isdisjoint(_stack(name) for name in called):
         raise CannotParallelize(
             "", "the blocks of a small model of this class do not correspond to its own"
         )
-    return stretched, like
+    return stretched, tiny_calls
 
 
 def _stack(block: str) -> str:
@@ -228,15 +240,20 @@ def _stack(block: str) -> str:
 
 
 def _like(place: int, count: int, tiny: list[int]) -> list[int]:
-    """The tiny blocks that one block of a stack may be like."""
-    if count == 1 or len(tiny) < 3:
-        ends = ([tiny[0]] if place == 0 else []) + ([tiny[-1]] if place == count - 1 else [])
-        return ends or tiny
-    return [tiny[0]] if place == 0 else [tiny[-1]] if place == count - 1 else tiny[1:-1]
+    """Returns the tiny calls that may resemble the block at `place` in a stack of `count`."""
+    if count > 1 and len(tiny) > 2 and 0 < place < count - 1:
+        return tiny[1:-1]
+    ends = []
+    if place == 0:
+        ends.append(tiny[0])
+    if place == count - 1:
+        ends.append(tiny[-1])
+    return ends or tiny
 
 
-def _merged(like: list[Call], takers: Iterable[Call]) -> Call:
-    takes = dict.fromkeys(place for call in (*takers, *like) for place in call.takes)
-    return replace(
-        like[0], takes=tuple(takes), lives=frozenset().union(*(call.lives for call in like))
-    )
+def _merged(like: list[Call], readers: Iterable[Call]) -> Call:
+    inputs: dict[Place, None] = {}
+    for call in (*readers, *like):
+        inputs |= dict.fromkeys(call.inputs)
+    parameters = frozenset().union(*(call.parameters for call in like))
+    return replace(like[0], inputs=tuple(inputs), parameters=parameters)

@@ -1,9 +1,10 @@
 """Learns how a class of models can be cut, from a tiny one that runs here.
 
-One forward shows the order of the blocks and which of their arguments come from parameters. A forward block by block
-shows which other parameters each of them needs. Where the large one is to be cut, the tiny one is cut in two first and
-has to give the loss and the gradients of the whole: what passes from block to block by other ways than arguments (a
-list of all layers' outputs, a cache) shows here and nowhere else.
+One forward shows the order of the blocks and which of their arguments depend on parameters. A
+forward block by block shows which other parameters each of them needs. Where the large model is to
+be cut, the tiny one is cut in two first and must reproduce the loss and gradients of the full
+model. Only this reveals what passes between blocks other than as an argument (a list of all layers'
+outputs, a cache).
 """
 
 from __future__ import annotations
@@ -44,17 +45,16 @@ ROWS, WIDTH = 2, 12
 
 
 def probe(case: TinyCase) -> StageFacts:
-    """What is true of how models of a class can be cut; takes about a second."""
-    model, case = _deep(case)
-    facts = _find_lives(copy.deepcopy(model), _watch(copy.deepcopy(model), case), case)
-    wanted = _whole(copy.deepcopy(model), case)
-    return replace(
-        facts, fault=functools.cache(functools.partial(_fault, model, facts, case, wanted))
-    )
+    """Returns the facts by which models of a class can be cut; takes about a second."""
+    model, case = _deepened(case)
+    facts = _find_parameters(copy.deepcopy(model), _trace(copy.deepcopy(model), case), case)
+    expected = _uncut(copy.deepcopy(model), case)
+    fault = functools.partial(_fault, model, facts, case, expected)
+    return replace(facts, fault=functools.cache(fault))
 
 
-def _deep(case: TinyCase) -> tuple[Any, TinyCase]:
-    """The model, if possible with stacks in which there is a middle."""
+def _deepened(case: TinyCase) -> tuple[Any, TinyCase]:
+    """Returns the model, if possible with stacks of three blocks, of which one is in the middle."""
     config = copy.deepcopy(case.config)
     for name in ("encoder_layers", "num_encoder_layers"):
         if getattr(config, name, None) == 2:
@@ -67,20 +67,20 @@ def _deep(case: TinyCase) -> tuple[Any, TinyCase]:
 
 
 def _loss(model: Any, case: TinyCase) -> torch.Tensor:
-    """Something that every logit has a different part in."""
+    """Returns a loss to which every logit contributes differently."""
     logits = model(**case.inputs(ROWS, WIDTH), use_cache=False).logits
     weights = torch.arange(logits.numel(), dtype=logits.dtype).cos().view_as(logits)
     loss: torch.Tensor = (logits * weights).mean()
     return loss
 
 
-def _whole(model: Any, case: TinyCase) -> LossAndGradients:
+def _uncut(model: Any, case: TinyCase) -> LossAndGradients:
     loss = _loss(model, case)
     loss.backward()  # type: ignore[no-untyped-call]
     return LossAndGradients(loss.item(), gradients_of(model))
 
 
-def _watch(model: nn.Module, case: TinyCase) -> StageFacts:
+def _trace(model: nn.Module, case: TinyCase) -> StageFacts:
     blocks = find_blocks(model)
     if not blocks:
         raise CannotParallelize("", "no repeated blocks are found in it")
@@ -92,31 +92,24 @@ def _watch(model: nn.Module, case: TinyCase) -> StageFacts:
             blocks[0][0],
             "its code runs without the module being called, so it cannot be intercepted",
         )
-    called = tuple({call.block for call in calls})
+    called = tuple({f"{call.block}." for call in calls})
     names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    outside = frozenset(
-        n for n in names if not n.startswith(tuple(f"{block}." for block in called))
-    )
-    return StageFacts(tuple(name for name, _ in blocks), tuple(calls), outside, lambda at, into: "")
+    outside = frozenset(name for name in names if not name.startswith(called))
+    return StageFacts(tuple(name for name, _ in blocks), tuple(calls), outside, lambda *_: "")
 
 
 @contextmanager
 def _hooks(blocks: list[tuple[str, nn.Module]], calls: list[Call]) -> Iterator[None]:
     handles = []
-    made: dict[
-        int, torch.Tensor
-    ] = {}  # by blocks so far; kept, so that no other tensor gets their place in memory
+    # Outputs of blocks so far, referenced so that no other tensor gets their id.
+    outputs: dict[int, torch.Tensor] = {}
     for name, block in blocks:
 
         def hook(_: Any, args: Any, kwargs: Any, output: Any, name: str = name) -> None:
-            calls.append(_call(name, Arguments(args, kwargs), output, made))
-            made.update(
-                {
-                    id(leaf): leaf
-                    for leaf in tree_flatten(output)[0]
-                    if isinstance(leaf, torch.Tensor)
-                }
-            )
+            calls.append(_call(name, Arguments(args, kwargs), output, outputs))
+            for leaf in tree_flatten(output)[0]:
+                if isinstance(leaf, torch.Tensor):
+                    outputs[id(leaf)] = leaf
 
         handles.append(block.register_forward_hook(hook, with_kwargs=True))
     try:
@@ -126,53 +119,62 @@ def _hooks(blocks: list[tuple[str, nn.Module]], calls: list[Call]) -> Iterator[N
             handle.remove()
 
 
-def _call(name: str, arguments: Arguments, output: Any, made: Mapping[int, torch.Tensor]) -> Call:
-    """What comes from parameters (each has a gradient here, so it asks for its own) or from blocks is to be taken."""
-    tensors = {p: x for p, x in arguments.leaves.items() if isinstance(x, torch.Tensor)}
-    takes = {p: x for p, x in tensors.items() if x.requires_grad or id(x) in made}
-    if not takes:
+def _call(
+    name: str, arguments: Arguments, output: Any, outputs: Mapping[int, torch.Tensor]
+) -> Call:
+    """Finds the arguments that are outputs of blocks or depend on parameters.
+
+    In this model every parameter has a gradient, so what depends on one requires a gradient.
+    """
+    inputs: dict[Place, torch.Size] = {}
+    for place, x in arguments.leaves.items():
+        if isinstance(x, torch.Tensor) and (x.requires_grad or id(x) in outputs):
+            inputs[place] = x.shape
+    if not inputs:
         raise CannotParallelize(name, "none of its arguments comes from the blocks before it")
-    free: dict[Place, torch.Size] = {place: x.shape for place, x in takes.items()}
+    unmatched = dict(inputs)
     leaves, spec = tree_flatten(output)
-    found: list[Any] = []
+    described: list[Any] = []
     for leaf in leaves:
         if not isinstance(leaf, torch.Tensor):
-            found.append(leaf)
-        elif (
-            place := next((p for p, shape in free.items() if shape == leaf.shape), None)
-        ) is not None:
-            found.append(Like(place))
-            del free[place]
+            described.append(leaf)
+            continue
+        match = next((p for p, shape in unmatched.items() if shape == leaf.shape), None)
+        if match is None:
+            described.append(OutputShape(tuple(leaf.shape)))
         else:
-            found.append(OutputShape(tuple(leaf.shape)))
-    return Call(
-        name, tuple(takes), Output(spec, tuple(found), tuple(next(iter(takes.values())).shape))
-    )
+            described.append(Like(match))
+            del unmatched[match]
+    input_shape = tuple(next(iter(inputs.values())))
+    return Call(name, tuple(inputs), Output(spec, tuple(described), input_shape))
 
 
-def _find_lives(model: nn.Module, facts: StageFacts, case: TinyCase) -> StageFacts:
-    """Each block as a chunk of its own: the gradients of what it makes show what it was made from.
+def _find_parameters(model: nn.Module, facts: StageFacts, case: TinyCase) -> StageFacts:
+    """Runs each block as its own chunk: the gradients of its output show what it depends on.
 
-    Of parameters that have no gradient (tables of positions) this shows nothing: they are needed everywhere.
+    Parameters without a gradient (tables of positions) are taken to be needed everywhere.
     """
     count = len(facts.calls)
     cut = Cut(facts.calls, tuple((i, i + 1) for i in range(count)), facts.outside)
     stages = Stages(model, cut, 0, 1, Schedule("interleaved", count))
-    everything = dict(model.named_parameters(remove_duplicate=False))
-    named = {name: parameter for name, parameter in everything.items() if parameter.requires_grad}
-    fixed = frozenset(everything.keys() - named.keys()) & facts.outside
-    calls, wire = [], None
+    trainable: dict[str, nn.Parameter] = {}
+    fixed: set[str] = set()
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if parameter.requires_grad:
+            trainable[name] = parameter
+        elif name in facts.outside:
+            fixed.add(name)
+    calls: list[Call] = []
+    wire: StageIO | None = None
     for chunk, call in enumerate(facts.calls):
         passed = stages.forward(chunk, wire, lambda: _loss(model, case))
         wire = passed.wire
-        made = [passed.result] if wire is None else wire.differentiable
+        outputs = [passed.result] if wire is None else wire.differentiable
         gradients = torch.autograd.grad(
-            [x.sum() for x in made], list(named.values()), allow_unused=True
+            [x.sum() for x in outputs], list(trainable.values()), allow_unused=True
         )
-        lives = {
-            n for n, g in zip(named, gradients, strict=True) if g is not None and n in facts.outside
-        }
-        calls.append(replace(call, lives=fixed | lives))
+        used = {n for n, g in zip(trainable, gradients, strict=True) if g is not None}
+        calls.append(replace(call, parameters=frozenset(fixed | (used & facts.outside))))
     return replace(facts, calls=tuple(calls))
 
 
@@ -180,45 +182,46 @@ def _fault(
     model: nn.Module,
     facts: StageFacts,
     case: TinyCase,
-    wanted: LossAndGradients,
+    expected: LossAndGradients,
     at: int,
-    into: bool,
+    in_place: bool,
 ) -> str:
-    """Why a model cannot be cut in two before a block; "" if it can."""
+    """Returns why a model cannot be cut in two before a block; "" if it can."""
     if at == 0:
         return ""
-    cut = Cut(facts.calls, ((0, at), (at, len(facts.calls))), facts.outside, into)
+    cut = Cut(facts.calls, ((0, at), (at, len(facts.calls))), facts.outside, in_place)
     try:
-        answer = _in_two(
-            [Stages(copy.deepcopy(model), cut, rank, 2, Schedule("1f1b")) for rank in range(2)],
-            case,
-        )
+        first = Stages(copy.deepcopy(model), cut, 0, 2, Schedule("1f1b"))
+        last = Stages(copy.deepcopy(model), cut, 1, 2, Schedule("1f1b"))
+        result = _run_in_two(first, last, case)
     except CannotParallelize as refusal:
         return refusal.why
     except Exception as error:
         text = (str(error).strip().splitlines() or [""])[0]
         return f"a model cut before it does not run ({type(error).__name__}: {text})"
-    verdict = judge(answer, wanted)
+    verdict = judge(result, expected)
     if verdict.right:
         return ""
     what = "the loss" if verdict.gradient == 0 else f"the gradient of {verdict.module}"
-    return f"a model cut before it computes something else ({what}): more passes from block to block than arguments"
+    return (
+        f"a model cut before it computes something else ({what}): "
+        "more passes from block to block than arguments"
+    )
 
 
-def _in_two(halves: list[Stages], case: TinyCase) -> LossAndGradients:
-    first, last = halves
+def _run_in_two(first: Stages, last: Stages, case: TinyCase) -> LossAndGradients:
     begun: Passed = first.forward(0, None, lambda: _loss(first.model, case))
     assert begun.wire is not None
     wire = StageIO(begun.wire.ports, tuple(tensor.detach() for tensor in begun.wire.tensors))
     ended = last.forward(1, wire, lambda: _loss(last.model, case))
     ended.result.backward()
-    back = [
-        given.grad if given.grad is not None else torch.zeros_like(given) for given in ended.given
-    ]
-    taken = [g for port, g in zip(wire.ports, back, strict=True) if port.grad]
-    torch.autograd.backward(begun.wire.differentiable, taken)
-    summed: dict[str, torch.Tensor] = {}
-    for half in halves:
+    gradients: list[torch.Tensor] = []
+    for port, x in zip(wire.ports, ended.given, strict=True):
+        if port.grad:
+            gradients.append(torch.zeros_like(x) if x.grad is None else x.grad)
+    torch.autograd.backward(begun.wire.differentiable, gradients)
+    total: dict[str, torch.Tensor] = {}
+    for half in (first, last):
         for name, gradient in gradients_of(half.model).items():
-            summed[name] = summed[name] + gradient if name in summed else gradient
-    return LossAndGradients(ended.result.item(), summed)
+            total[name] = total[name] + gradient if name in total else gradient
+    return LossAndGradients(ended.result.item(), total)

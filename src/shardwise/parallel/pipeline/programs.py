@@ -1,12 +1,14 @@
-"""What each rank of a pipeline does in a step: its actions, and between them the messages it exchanges.
+"""What each rank of a pipeline does in a step: its actions, and between them the messages it
+exchanges.
 
-[Note: one order of messages] An NCCL send or receive occupies the device until its partner arrives, and the host may
-have to wait for its device at any call (the first launch of a kernel loads it, an allocation may free memory). So no
-rank may have an operation on its device whose partner needs anything more from this rank. Messages therefore have one
-total order, which is the same on all ranks: the times at which a run of the schedule on paper produces them. A rank
-exchanges a message after the actions that begin before that time and before those that begin later. Even if every
-operation blocks its rank until its partner arrives, the first message in this order that was not exchanged waits for
-nobody, so no rank waits for ever; `run_blocked` plays exactly that.
+[Note: one order of messages] An NCCL send or receive occupies the device until its partner arrives,
+and the host may have to wait for its device at any call (the first launch of a kernel loads it, an
+allocation may free memory). So no rank may have an operation on its device whose partner needs
+anything more from this rank. Messages therefore have one total order, which is the same on all
+ranks: the times at which a run of the schedule on paper produces them. A rank exchanges a message
+after the actions that begin before that time and before those that begin later. Even if every
+operation blocks its rank until its partner arrives, the first message in this order that was not
+exchanged waits for nobody, so no rank waits for ever; `run_blocked` plays exactly that.
 """
 
 from __future__ import annotations
@@ -88,10 +90,11 @@ def _program(timeline: list[tuple[float, int, Action | Message]]) -> Iterator[Ac
 
 
 def run_blocked(programs: Sequence[Program], owners: Sequence[int]) -> None:
-    """Runs programs on paper where each exchange blocks its rank until all partners have reached theirs.
+    """Runs programs on paper where each exchange blocks its rank until all partners have reached
+    theirs.
 
-    This is the worst that NCCL and a host that waits for its device can do. Raises ValueError if ranks wait for ever,
-    or if an action runs before what it needs has arrived.
+    This is the worst that NCCL and a host that waits for its device can do. Raises ValueError if
+    ranks wait for ever, or if an action runs before what it needs has arrived.
     """
     position = [0] * len(programs)
     reached: dict[Message, set[int]] = {}

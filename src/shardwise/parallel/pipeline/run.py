@@ -1,7 +1,8 @@
 """Runs a schedule: forwards and backwards in its order, with what passes between stages.
 
-torch's own executor wants micro-batches of one shape; ours differ in width. Every stage is given the same micro-batches
-and calls the same function on them, which comes to its end on the last stage alone (see `Boundary`).
+torch's own executor wants micro-batches of one shape; ours differ in width. Every stage is given
+the same micro-batches and calls the same function on them, which comes to its end on the last stage
+alone (see `Boundary`).
 """
 
 from __future__ import annotations
@@ -67,7 +68,8 @@ class Pipeline:
         to_backward: Callable[[Any], torch.Tensor],
         before_backward: Callable[[int, bool], None] = lambda chunk, last: None,
     ) -> list[Any]:
-        """Forward and backward of all micro-batches; on the last stage what `compute` returned, detached; else [].
+        """Forward and backward of all micro-batches; on the last stage what `compute` returned,
+        detached; else [].
 
         `before_backward` is told the chunk and whether it is its last backward in this step (of split backwards it is
         told when all are done, since weights may be left). Gradients of what several

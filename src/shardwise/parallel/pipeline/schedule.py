@@ -1,11 +1,13 @@
-"""Orders of work in a pipeline as plain data: who computes which part of which micro-batch, and when.
+"""Pipeline schedules as plain data: which rank computes which chunk of which micro-batch, and when.
 
-A model is cut into chunks of consecutive blocks, numbered in the order of the forward; a rank owns one or several. An
-order is a list of actions per rank. Nothing here computes: orders are checked and timed on paper before they are run.
+A model is cut into chunks of consecutive blocks, numbered in forward order; a rank owns one or
+several. A schedule is a list of actions per rank. Nothing here computes: schedules are checked and
+simulated before they run.
 
-[Note: any number of micro-batches] Actions of different micro-batches depend on one another only through the order on
-each rank. So an order for many micro-batches with all actions of some taken out is still free of deadlocks: the orders
-that want a multiple of the ranks, or at least so many, are made for more and cut down.
+[Note: any number of micro-batches] Actions of different micro-batches depend on one another only
+through the order on each rank. An order with all actions of some micro-batches removed is therefore
+still free of deadlocks: schedules that require a multiple of the ranks, or a minimum, are built for
+more micro-batches and reduced.
 """
 
 from __future__ import annotations
@@ -17,14 +19,13 @@ from typing import Literal, NamedTuple
 from shardwise.config.schema import Parallel
 
 Style = Literal["gpipe", "1f1b", "interleaved", "zbv", "naive"]
-Kind = Literal[
-    "forward", "backward", "input", "weight"
-]  # a backward is whole, or split into its two parts
+# A backward is one action, or two: for the inputs and for the weights.
+Kind = Literal["forward", "backward", "input", "weight"]
 SIGNS: dict[Kind, str] = {"forward": "F", "backward": "B", "input": "I", "weight": "W"}
 
 
 class Action(NamedTuple):
-    """One part of the model on one micro-batch."""
+    """One kind of work of one chunk on one micro-batch."""
 
     kind: Kind
     chunk: int
@@ -46,44 +47,49 @@ class ActionSpan:
 
 @dataclass(frozen=True)
 class Schedule:
-    """A style of order; `chunks` is how many parts of the model each rank owns."""
+    """A schedule by name; `chunks` is how many parts of the model each rank owns."""
 
     style: Style
     chunks: int = 1
 
     def __post_init__(self) -> None:
-        wanted = {"zbv": self.chunks == 2, "interleaved": self.chunks >= 1}.get(
-            self.style, self.chunks == 1
-        )
-        if not wanted:
+        valid = self.chunks == (2 if self.style == "zbv" else 1)
+        if self.style == "interleaved":
+            valid = self.chunks >= 1
+        if not valid:
             raise ValueError(f"{self.style} does not go with {self.chunks} chunks per rank")
 
     @property
     def splits(self) -> bool:
-        """Whether backwards are split into the part for the inputs and that for the weights."""
+        """Whether backwards are split into a part for the inputs and one for the weights."""
         return self.style == "zbv"
 
     def owners(self, ranks: int) -> tuple[int, ...]:
-        """The rank of each chunk: round and round, or there and back (V)."""
+        """Returns the rank of each chunk: in rounds, or forth and back (V)."""
         if self.style == "zbv":
             return (*range(ranks), *reversed(range(ranks)))
         return tuple(chunk % ranks for chunk in range(ranks * self.chunks))
 
     def orders(self, ranks: int, micros: int) -> Orders:
-        """The actions of each rank for a step of `micros` micro-batches."""
-        make = {
-            "gpipe": _gpipe, "naive": _naive, "1f1b": _interleaved, "interleaved": _interleaved, "zbv": _zero_bubble,
-        }[self.style]  # fmt: skip
-        return tuple(
-            tuple(one for one in make(rank, ranks, micros, self.chunks) if one.micro < micros)
-            for rank in range(ranks)
-        )
+        """Returns the actions of each rank for a step of `micros` micro-batches."""
+        build = {
+            "gpipe": _gpipe,
+            "naive": _naive,
+            "1f1b": _interleaved,
+            "interleaved": _interleaved,
+            "zbv": _zero_bubble,
+        }[self.style]
+        orders: list[tuple[Action, ...]] = []
+        for rank in range(ranks):
+            actions = build(rank, ranks, micros, self.chunks)
+            orders.append(tuple(action for action in actions if action.micro < micros))
+        return tuple(orders)
 
 
 def schedule_of(parallel: Parallel) -> Schedule:
-    """The order of work that settings ask for."""
-    several = {"interleaved": parallel.virtual_stages or 2, "zbv": 2}
-    return Schedule(parallel.pipeline_schedule, several.get(parallel.pipeline_schedule, 1))
+    """Returns the schedule that the settings select."""
+    chunks = {"interleaved": parallel.virtual_stages or 2, "zbv": 2}
+    return Schedule(parallel.pipeline_schedule, chunks.get(parallel.pipeline_schedule, 1))
 
 
 def _gpipe(rank: int, ranks: int, micros: int, chunks: int) -> list[Action]:
@@ -92,24 +98,23 @@ def _gpipe(rank: int, ranks: int, micros: int, chunks: int) -> list[Action]:
 
 
 def _naive(rank: int, ranks: int, micros: int, chunks: int) -> list[Action]:
-    return [
-        Action(kind, rank, micro) for micro in range(micros) for kind in ("forward", "backward")
-    ]
+    order: list[Action] = []
+    for micro in range(micros):
+        order += [Action("forward", rank, micro), Action("backward", rank, micro)]
+    return order
 
 
 def _interleaved(rank: int, ranks: int, micros: int, chunks: int) -> list[Action]:
-    """Rounds of one micro-batch per rank through each chunk in turn; with one chunk this is 1F1B."""
+    """Rounds of one micro-batch per rank through each chunk in turn; with one chunk, 1F1B."""
     rounds = -(-micros // ranks)
-    steps = [
-        (chunk, lap * ranks + i)
-        for lap in range(rounds)
-        for chunk in range(chunks)
-        for i in range(ranks)
-    ]
-    forwards = [Action("forward", chunk * ranks + rank, micro) for chunk, micro in steps]
-    backwards = [
-        Action("backward", (chunks - 1 - chunk) * ranks + rank, micro) for chunk, micro in steps
-    ]
+    forwards: list[Action] = []
+    backwards: list[Action] = []
+    for first in range(0, rounds * ranks, ranks):
+        for chunk in range(chunks):
+            for micro in range(first, first + ranks):
+                forwards.append(Action("forward", chunk * ranks + rank, micro))
+                back = (chunks - 1 - chunk) * ranks + rank
+                backwards.append(Action("backward", back, micro))
     ahead = (ranks - 1 - rank) * (1 if chunks == 1 else 2) + (chunks - 1) * ranks
     ahead = min(ahead, len(forwards))
     order = forwards[:ahead]
@@ -119,12 +124,10 @@ def _interleaved(rank: int, ranks: int, micros: int, chunks: int) -> list[Action
 
 
 def _zero_bubble(rank: int, ranks: int, micros: int, chunks: int) -> list[Action]:
-    """Zero-bubble V (Qi et al. 2024): weights wait until nothing else is to be done."""
+    """Zero-bubble V (Qi et al. 2024): weights' backwards fill what would be idle time."""
     micros = max(micros, 2 * ranks - 1)
-    near, far = (
-        rank,
-        2 * ranks - 1 - rank,
-    )  # this rank's chunks on the way there and on the way back
+    near = rank  # this rank's chunk on the way forth
+    far = 2 * ranks - 1 - rank  # and on the way back
     done: dict[tuple[Kind, int], int] = {}
     order: list[Action] = []
 
@@ -167,33 +170,30 @@ def _zero_bubble(rank: int, ranks: int, micros: int, chunks: int) -> list[Action
 
 
 def needs(action: Action, chunks: int, splits: bool) -> list[Action]:
-    """What must be done before an action, on whatever rank."""
+    """Returns the actions, on any rank, that must precede an action."""
     kind, chunk, micro = action
     if kind == "forward":
         return [Action("forward", chunk - 1, micro)] if chunk else []
     if kind == "weight":
         return [Action("input", chunk, micro)]
-    after = (
-        [Action("input" if splits else "backward", chunk + 1, micro)] if chunk + 1 < chunks else []
-    )
-    return [Action("forward", chunk, micro), *after]
+    before = [Action("forward", chunk, micro)]
+    if chunk + 1 < chunks:
+        before.append(Action("input" if splits else "backward", chunk + 1, micro))
+    return before
 
 
 def check_orders(schedule: Schedule, ranks: int, micros: int) -> None:
-    """Every action once, on its owner, and no rank waits for ever; a ValueError says what is wrong."""
-    owners, orders = schedule.owners(ranks), schedule.orders(ranks, micros)
-    kinds: tuple[Kind, ...] = (
-        ("forward", "input", "weight") if schedule.splits else ("forward", "backward")
-    )
+    """Raises a ValueError unless every owner does each of its actions once, without deadlock."""
+    orders = schedule.orders(ranks, micros)
+    owned: list[set[Action]] = [set() for _ in range(ranks)]
+    kinds: tuple[Kind, ...] = ("forward", "backward")
+    if schedule.splits:
+        kinds = ("forward", "input", "weight")
+    for chunk, owner in enumerate(schedule.owners(ranks)):
+        for kind in kinds:
+            owned[owner].update(Action(kind, chunk, micro) for micro in range(micros))
     for rank, order in enumerate(orders):
-        mine = [chunk for chunk, owner in enumerate(owners) if owner == rank]
-        wanted = {
-            Action(kind, chunk, micro)
-            for kind in kinds
-            for chunk in mine
-            for micro in range(micros)
-        }
-        if len(order) != len(wanted) or set(order) != wanted:
+        if len(order) != len(owned[rank]) or set(order) != owned[rank]:
             raise ValueError(
                 f"rank {rank} of {ranks} does not do each of its actions once: {schedule}"
             )
@@ -203,7 +203,7 @@ def check_orders(schedule: Schedule, ranks: int, micros: int) -> None:
 def simulate(
     schedule: Schedule, ranks: int, micros: int, seconds: Callable[[Action], float]
 ) -> list[ActionSpan]:
-    """When each action would run if it took so long and messages took no time."""
+    """Returns when each action would run if it took `seconds` and messages took no time."""
     orders = schedule.orders(ranks, micros)
     try:
         return run_on_paper(orders, len(schedule.owners(ranks)), schedule.splits, seconds)
@@ -242,18 +242,20 @@ def run_on_paper(
 
 
 def bubble(spans: Sequence[ActionSpan], ranks: int) -> float:
-    """The share of the ranks' time from the first action to the last in which they did nothing."""
+    """Returns the share of the ranks' time, from the first action to the last, that was idle."""
     if not spans:
         return 0.0
-    whole = ranks * (max(s.end for s in spans) - min(s.begin for s in spans))
-    return 1 - sum(s.end - s.begin for s in spans) / whole if whole else 0.0
+    available = ranks * (max(s.end for s in spans) - min(s.begin for s in spans))
+    busy = sum(s.end - s.begin for s in spans)
+    return 1 - busy / available if available else 0.0
 
 
 def picture(spans: Sequence[ActionSpan], ranks: int, width: int = 100) -> str:
-    """A line per rank: the sign of an action and its micro-batch where it ran, dots where nothing did."""
+    """Returns a line per rank: each action's sign and micro-batch where it ran, dots if idle."""
     if not spans:
         return ""
-    start, end = min(s.begin for s in spans), max(s.end for s in spans)
+    start = min(s.begin for s in spans)
+    end = max(s.end for s in spans)
     scale = width / (end - start or 1.0)
     lines = []
     for rank in range(ranks):

@@ -1,13 +1,15 @@
-"""A backward in two parts, so that the weights' can wait until there is nothing else to do (zero-bubble schedules).
+"""A backward in two parts, so that the weights' part can be deferred (zero-bubble schedules).
 
-torch's functions find the weights' gradients from the nodes of the graph where the ways from a weight and from an input
-meet. What is made from weights alone (T5's position bias, an embedding that is looked up between encoder and decoder)
-meets no input, and they leave it out in silence: here its backward is a plain one, done with the weights.
+torch's functions start the weights' part from the graph nodes where the paths from a weight and
+from an input meet. What depends on weights alone (T5's position bias, an embedding lookup between
+encoder and decoder) meets no input, and they omit it silently: here its backward is an ordinary
+one, run together with the weights' part.
 
-[Note: FSDP and split backwards] FSDP takes up a block's gradients when those of its inputs are there, which is before
-the weights' are; and where it frees parameters between forward and backward, the weights that the graph knows are not
-those of `parameters()`. Both lose gradients in silence. So parameters must stay gathered (ZeRO 0 to 2), and what has
-come in since FSDP last looked is taken up after the last part.
+[Note: FSDP and split backwards] FSDP processes a block's gradients once those of its inputs exist,
+which is before the weights' gradients do. Where it frees parameters between forward and backward,
+the weights in the graph are not those of `parameters()`. Both lose gradients silently. Parameters
+must therefore stay gathered (ZeRO 0 to 2), and gradients that arrived after FSDP's own processing
+are reduced after the last part.
 """
 
 from __future__ import annotations
@@ -32,8 +34,11 @@ from shardwise.nn.tiny.case import CannotParallelize
 
 
 @dataclass
-class Kept:
-    """What is left to do for the weights: torch's own notes, and whole backwards."""
+class DeferredBackward:
+    """The weights' part of a backward.
+
+    `groups`: torch's parameter groups. `outputs`: those that need an ordinary backward.
+    """
 
     groups: list[Any]
     outputs: list[torch.Tensor]
@@ -41,31 +46,33 @@ class Kept:
 
 
 def check_split(model: nn.Module, blocks: Sequence[tuple[str, nn.Module]]) -> None:
-    """Refuses where the weights' part would be lost; see [Note: FSDP and split backwards]."""
-    sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    if any(
-        group.post_forward_mesh_info is not None
-        for unit in sharded
-        for group in parameter_groups(unit)
-    ):
-        raise CannotParallelize(
-            "", "zbv needs the parameters between the parts of a backward: choose ZeRO 2 or less"
-        )
-    if sharded and (again := next((name for name, block in blocks if is_recomputed(block)), "")):
-        raise CannotParallelize(
-            again,
-            "zbv would recompute each sharded block twice: choose another schedule, or no recompute",
-        )
+    """Rejects models whose weights would lose gradients; see [Note: FSDP and split backwards]."""
+    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    for unit in units:
+        if any(group.post_forward_mesh_info is not None for group in parameter_groups(unit)):
+            raise CannotParallelize(
+                "",
+                "zbv needs the parameters between the parts of a backward: choose ZeRO 2 or less",
+            )
+    for name, block in blocks if units else ():
+        if is_recomputed(block):
+            raise CannotParallelize(
+                name,
+                "zbv would recompute each sharded block twice: "
+                "choose another schedule, or no recompute",
+            )
 
 
 def finish_split(model: nn.Module) -> None:
-    """After the last part, and after the loop has asked for its gradients to be reduced: has FSDP reduce them."""
-    if isinstance(model, FSDPModule):
-        model.set_is_last_backward(True)
-        for unit in model.modules():
-            for group in parameter_groups(unit) if isinstance(unit, FSDPModule) else []:
+    """Has FSDP reduce the gradients, after the last part and the loop's request to reduce them."""
+    if not isinstance(model, FSDPModule):
+        return
+    model.set_is_last_backward(True)
+    for unit in model.modules():
+        if isinstance(unit, FSDPModule):
+            for group in parameter_groups(unit):
                 group.post_backward()
-        finish_backward(model)
+    finish_backward(model)
 
 
 def backward_of_inputs(
@@ -73,43 +80,43 @@ def backward_of_inputs(
     gradients: Sequence[torch.Tensor] | None,
     inputs: Sequence[torch.Tensor],
     weights: Sequence[nn.Parameter],
-) -> Kept:
-    """Gradients of the inputs alone; what is returned is for `backward_of_weights`."""
-    leaves = {get_gradient_edge(one).node for one in inputs if one.requires_grad}
-    meets = [_reaches(output, leaves) for output in outputs]
-    split = [output for output, met in zip(outputs, meets, strict=True) if met]
-    whole = [output for output, met in zip(outputs, meets, strict=True) if not met]
-    if gradients is None:
-        split_gradients = whole_gradients = None
-    else:
-        split_gradients = [gradient for gradient, met in zip(gradients, meets, strict=True) if met]
-        whole_gradients = [
-            gradient for gradient, met in zip(gradients, meets, strict=True) if not met
-        ]
-    groups = (
-        stage_backward_input(split, split_gradients, list(inputs), iter(weights))[1]
-        if split
-        else []
-    )
-    return Kept(groups, whole, whole_gradients)
+) -> DeferredBackward:
+    """Computes the inputs' gradients, and returns the rest for `backward_of_weights`."""
+    leaves = {get_gradient_edge(x).node for x in inputs if x.requires_grad}
+    split: list[torch.Tensor] = []
+    split_gradients: list[torch.Tensor] = []
+    rest: list[torch.Tensor] = []
+    rest_gradients: list[torch.Tensor] = []
+    for i, output in enumerate(outputs):
+        reaches = _reaches(output, leaves)
+        (split if reaches else rest).append(output)
+        if gradients is not None:
+            (split_gradients if reaches else rest_gradients).append(gradients[i])
+    deferred = DeferredBackward([], rest, None if gradients is None else rest_gradients)
+    if split:
+        given = None if gradients is None else split_gradients
+        deferred.groups = stage_backward_input(split, given, list(inputs), iter(weights))[1]
+    return deferred
 
 
-def backward_of_weights(weights: Sequence[nn.Parameter], kept: Kept) -> None:
-    """Gradients of the weights, added to those that are there."""
-    # What several weights' ways have in common is needed for each; all of it goes when nothing refers to it.
-    stage_backward_weight(iter(weights), kept.groups, retain_graph=True)
-    if kept.outputs and kept.outputs[0].requires_grad:
-        torch.autograd.backward(kept.outputs, kept.gradients)
+def backward_of_weights(weights: Sequence[nn.Parameter], deferred: DeferredBackward) -> None:
+    """Adds the weights' gradients to those that exist."""
+    # Parts of the graph that several weights share are needed for each; the graph is freed with
+    # the last reference to it.
+    stage_backward_weight(iter(weights), deferred.groups, retain_graph=True)
+    if deferred.outputs and deferred.outputs[0].requires_grad:
+        torch.autograd.backward(deferred.outputs, deferred.gradients)
 
 
 def _reaches(output: torch.Tensor, leaves: set[Any]) -> bool:
-    """Whether a tensor was made from one of the leaves."""
-    seen, waiting = set(), [output.grad_fn]
-    while waiting:
-        node: Any = waiting.pop()
+    """Whether a tensor was computed from one of the leaves."""
+    seen = set()
+    pending: list[Any] = [output.grad_fn]
+    while pending:
+        node = pending.pop()
         if node in leaves:
             return True
         if node is not None and node not in seen:
             seen.add(node)
-            waiting += [before for before, _ in node.next_functions]
+            pending += [before for before, _ in node.next_functions]
     return False

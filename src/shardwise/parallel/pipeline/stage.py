@@ -1,16 +1,17 @@
-"""A rank's share of a model: the whole model object, with parameters only where they are needed.
+"""A rank's share of a model: the complete module tree, with parameters only where they are needed.
 
-The model's own forward runs on every stage. Blocks before a chunk pass their input on; the first of the chunk gets its
-arguments from the wire; the one after it hands its arguments to the wire and ends the forward. Masks and positions are
-made anew on every stage.
+The model's own forward runs on every stage. Blocks before a chunk pass their input on; the chunk's
+first block gets its arguments from the previous stage; the block after the chunk hands its
+arguments to the next stage and ends the forward. Every stage computes masks and positions itself.
 
-[Note: outside] Arguments are exchanged in the class's `__call__`, outside of all hooks: inside of activation
-recomputation they would be exchanged again in the backward, for those of a later micro-batch, and the gradients would
-be wrong in silence. When no forward is under way, which is so during recomputation, a block is as it was.
+[Note: outside] Arguments are exchanged in the class's `__call__`, outside of all hooks. Inside of
+activation recomputation the backward would exchange them again, for those of a later micro-batch,
+and gradients would be silently wrong. While no forward is running, which includes recomputation, a
+block behaves as usual.
 
-[Note: hollow parameters] What is made from parameters that a stage does not need is thrown away, but it is made: an
-embedding is looked up before the first block. Such parameters are zeros that take no memory, made whenever they are
-asked for, and no entries of `parameters()`.
+[Note: hollow parameters] What depends on parameters that a stage does not need is discarded, but it
+is computed: an embedding lookup precedes the first block. Such parameters are properties that
+return zeros without memory, and they are absent from `parameters()`.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from shardwise.parallel.pipeline.schedule import Schedule
 
 @dataclass(frozen=True)
 class ShardLayout:
-    """How a tensor is divided over ranks that share its stage."""
+    """How a tensor is sharded over the ranks of its stage."""
 
     axes: tuple[str, ...]
     placements: tuple[Any, ...]
@@ -45,7 +46,7 @@ class ShardLayout:
 
 @dataclass(frozen=True)
 class StageInput:
-    """One tensor of a boundary: which argument it is, its size, and whether a gradient comes back."""
+    """One tensor of a boundary: which argument it is, its shape, and whether it gets a gradient."""
 
     place: Place
     shape: tuple[int, ...]
@@ -56,19 +57,19 @@ class StageInput:
 
 @dataclass(frozen=True)
 class StageIO:
-    """What goes from one chunk to the next."""
+    """The tensors that pass from one chunk to the next."""
 
     ports: tuple[StageInput, ...]
     tensors: tuple[torch.Tensor, ...]
 
     @property
     def differentiable(self) -> list[torch.Tensor]:
-        """Those for which a gradient comes back."""
+        """The tensors for which a gradient comes back."""
         return [tensor for port, tensor in zip(self.ports, self.tensors, strict=True) if port.grad]
 
 
 class NoOutputHere(Exception):
-    """The model's output was asked for on a stage that has none."""
+    """Raised by access to the model's output on a stage that has none."""
 
     def __init__(self, boundary: Boundary) -> None:
         super().__init__("this stage is not the last: it has no output but what it hands on")
@@ -77,7 +78,7 @@ class NoOutputHere(Exception):
 
 @dataclass(eq=False)
 class Boundary:
-    """Returned by a model instead of its output where the stage is not the last; asking it for anything stops."""
+    """Returned by the model in place of its output on stages before the last; any access raises."""
 
     wire: StageIO
 
@@ -93,8 +94,8 @@ class Boundary:
         raise NoOutputHere(self)
 
 
-# So that FSDP finds the tensors, before whose gradients it must gather the parameters again. (Since torch 2.13 it looks
-# into dataclasses and no longer here.)
+# FSDP must find the tensors, before whose gradients it gathers the parameters again. (Since torch
+# 2.13 it looks into dataclasses instead.)
 register_pytree_node(
     Boundary,
     lambda boundary: (list(boundary.wire.tensors), boundary.wire.ports),
@@ -110,7 +111,7 @@ class _Reached(Exception):
 
 @dataclass
 class Passed:
-    """A chunk's forward on one micro-batch: what it was given and what came of it (a result on the last chunk)."""
+    """A chunk's forward on one micro-batch: its inputs and outputs (a result on the last chunk)."""
 
     given: tuple[torch.Tensor, ...]
     wire: StageIO | None
@@ -118,27 +119,28 @@ class Passed:
 
 
 class Carried(Protocol):
-    """Something that grows from block to block and goes along with the hidden states: sums over routers."""
+    """A value accumulated from block to block beside the hidden states: sums over routers."""
 
     def enter(self, micro: int) -> None:
-        """Before anything is computed for a micro-batch."""
+        """Called before anything is computed for a micro-batch."""
 
     def take(self, before: torch.Tensor) -> None:
-        """What came with the hidden states, in the forward of a chunk."""
+        """Called in a chunk's forward with the value received from the previous stage."""
 
     def collect(self) -> torch.Tensor | None:
-        """What goes on with them; None where there is nothing yet."""
+        """Returns the value for the next stage; None if there is none yet."""
 
 
-CARRIED: Place = ("carried", 0)  # no argument's name
+CARRIED: Place = ("carried", 0)  # no argument has this name
 
 
 class Stages:
-    """Makes of a model (best on `meta`, before it is sharded) the share of one rank of a pipeline.
+    """Reduces a model (best on `meta`, before it is sharded) to one rank's share of a pipeline.
 
-    `owners`: of every parameter of the whole model, by name, the ranks that have it; `shared`: those with several,
-    the first of which counts and saves it. `blocks`: this rank's, by name. `chunks`: their numbers in the pipeline.
-    `dtype`: what parameters are computed in, if it is not what they are stored in.
+    `owners`: the ranks that have each parameter of the full model, by name; `shared`: those that
+    several have, of which the first counts and saves them. `blocks`: this rank's, by name.
+    `chunks`: their numbers in the pipeline. `dtype`: the compute dtype of parameters, if it differs
+    from that of storage.
     """
 
     def __init__(
@@ -150,34 +152,45 @@ class Stages:
         schedule: Schedule,
         dtype: torch.dtype | None = None,
     ) -> None:
-        self.model, self.cut, self.rank, self.ranks = model, cut, rank, ranks
-        self.dtype, self.device = dtype, torch.device("cpu")
+        self.model = model
+        self.cut = cut
+        self.rank = rank
+        self.ranks = ranks
+        self.dtype = dtype
+        self.device = torch.device("cpu")
         self.meshes: Sequence[DeviceMesh] = ()
         self.carried: Carried | None = None
         chunk_owners = schedule.owners(ranks)
         assert len(chunk_owners) == len(cut.ranges), "the model is cut for another schedule"
         self.chunks = tuple(chunk for chunk, owner in enumerate(chunk_owners) if owner == rank)
-        called = {call.block for call in cut.calls}
-        named = {name: block for name, block in find_blocks(model) if name in called}
-        self._names = {id(block): name for name, block in named.items()}
-        owned = frozenset().union(*(cut.blocks(chunk) for chunk in self.chunks))
-        self.blocks = [(name, block) for name, block in named.items() if name in owned]
         self.owners = _find_owners(model, cut, chunk_owners)
         self.shared = {name: holders for name, holders in self.owners.items() if len(holders) > 1}
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._pass: _StageForward | None = None
-        for name, block in named.items():
+        self._names: dict[int, str] = {}
+        self.blocks: list[tuple[str, nn.Module]] = []
+        foreign: list[nn.Module] = []
+        called = {call.block for call in cut.calls}
+        owned = frozenset().union(*map(cut.blocks, self.chunks))
+        for name, block in find_blocks(model):
+            if name not in called:
+                continue
+            self._names[id(block)] = name
             self._gate(block, name in owned)
-        self._drop([block for name, block in named.items() if name not in owned])
+            if name in owned:
+                self.blocks.append((name, block))
+            else:
+                foreign.append(block)
+        self._drop(foreign)
         self._wrap()
 
     @property
     def is_last(self) -> bool:
-        """Whether the model's output is made here."""
+        """Whether this rank computes the model's output."""
         return len(self.cut.ranges) - 1 in self.chunks
 
     def forward(self, chunk: int, wire: StageIO | None, call: Callable[[], Any]) -> Passed:
-        """Runs `call`, which calls the model once, for one chunk."""
+        """Runs `call`, which calls the model once, for one chunk; returns inputs and outputs."""
         running = _StageForward(self, chunk, wire)
         self._pass = running
         try:
@@ -191,12 +204,12 @@ class Stages:
         return Passed(running.given, running.wire, result if running.is_last else None)
 
     def connect(self, groups: dict[tuple[int, ...], dist.ProcessGroup]) -> None:
-        """Takes the groups in which gradients of shared parameters are summed, by the ranks that have them."""
+        """Sets the groups that sum gradients of shared parameters, by the ranks that have them."""
         self._groups = groups
 
     @torch.no_grad()
     def sum_shared_gradients(self) -> None:
-        """After the last backward: what several stages have gets the sum of their gradients, shard by shard."""
+        """Sums gradients of parameters that several stages have; call after the last backward."""
         parameters = dict(self.model.named_parameters())
         for name, holders in sorted(self.shared.items()):
             if self.rank in holders and (parameter := parameters[name]).requires_grad:
@@ -205,39 +218,39 @@ class Stages:
                 dist.all_reduce(local_of(parameter.grad), group=self._groups[holders])
 
     def _gate(self, block: nn.Module, owned: bool) -> None:
-        kind, stages = type(block), self
+        kind = type(block)
+        stages = self
 
         def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if stages._pass is not None:
                 return stages._pass.call(self, functools.partial(kind.__call__, self), args, kwargs)
             if not owned:
-                raise RuntimeError(
-                    f"{stages._names[id(self)]} lies on another rank: run the model by its pipeline"
-                )
+                name = stages._names[id(self)]
+                raise RuntimeError(f"{name} lies on another rank: run the model by its pipeline")
             return kind.__call__(self, *args, **kwargs)
 
         block.__class__ = _subclass(kind, {"__call__": __call__})
 
-    def _drop(self, strange: Iterable[nn.Module]) -> None:
-        """Takes away the parameters that this rank does not have, and whatever blocks of other ranks hold."""
-        kept = {name for name, holders in self.owners.items() if self.rank in holders}
-        gone = {id(p) for name, p in self.model.named_parameters() if name not in kept}
-        for block in strange:
+    def _drop(self, foreign: Iterable[nn.Module]) -> None:
+        """Removes parameters that this rank does not have, and the buffers of foreign blocks."""
+        needed = {name for name, holders in self.owners.items() if self.rank in holders}
+        dropped = {id(p) for name, p in self.model.named_parameters() if name not in needed}
+        for block in foreign:
             for module in block.modules():
-                module._parameters.update(
-                    {name: None for name, p in module._parameters.items() if id(p) in gone}
-                )
+                for name, parameter in module._parameters.items():
+                    if id(parameter) in dropped:
+                        module._parameters[name] = None
                 module._buffers.update(dict.fromkeys(module._buffers))
         for module in list(self.model.modules()):
-            if holes := {
-                name: p for name, p in module._parameters.items() if p is not None and id(p) in gone
-            }:
-                for name in holes:
+            hollow: dict[str, property] = {}
+            for name, parameter in list(module._parameters.items()):
+                if parameter is not None and id(parameter) in dropped:
+                    hollow[name] = self._hollow(parameter.shape, parameter.dtype)
                     del module._parameters[name]
-                hollow = {name: self._hole(p.shape, p.dtype) for name, p in holes.items()}
+            if hollow:
                 module.__class__ = _subclass(type(module), hollow)
 
-    def _hole(self, shape: torch.Size, stored: torch.dtype) -> property:
+    def _hollow(self, shape: torch.Size, stored: torch.dtype) -> property:
         def zeros(_: Any) -> torch.Tensor:
             dtype = self.dtype if self.dtype is not None and stored.is_floating_point else stored
             return torch.zeros((), dtype=dtype, device=self.device).expand(shape)
@@ -252,7 +265,7 @@ class Stages:
         def forward(*args: Any, **kwargs: Any) -> Any:
             running = self._pass
             if running is None:
-                return plain(*args, **kwargs)  # blocks of other ranks say what is wrong
+                return plain(*args, **kwargs)  # blocks of other ranks raise
             if running.entered:
                 raise RuntimeError(
                     "the model was called twice for one micro-batch: a pipeline runs it once"
@@ -270,16 +283,13 @@ class Stages:
 
 
 def _subclass(kind: type, entries: dict[str, Any]) -> type:
-    return type(
-        kind.__name__,
-        (kind,),
-        entries | {"__module__": kind.__module__, "__qualname__": kind.__qualname__},
-    )
+    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    return type(kind.__name__, (kind,), entries | names)
 
 
 @dataclass
 class _StageForward:
-    """A forward under way: counts the blocks' calls and knows what to do with each."""
+    """A forward in progress: counts the calls of blocks and handles each of them."""
 
     stages: Stages
     chunk: int
@@ -288,8 +298,9 @@ class _StageForward:
     at: int = 0
     wire: StageIO | None = None
     given: tuple[torch.Tensor, ...] = ()
-    # What stood in the arguments before → what came by wire; a later block may be given the same tensor again.
-    _instead: dict[int, tuple[Any, torch.Tensor]] = field(default_factory=dict)
+    # By id, an original argument and the received tensor that replaces it: a later block may be
+    # called with the same argument.
+    _replaced: dict[int, tuple[Any, torch.Tensor]] = field(default_factory=dict)
 
     @property
     def is_last(self) -> bool:
@@ -297,7 +308,8 @@ class _StageForward:
 
     def call(self, block: nn.Module, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         begin, end = self.stages.cut.ranges[self.chunk]
-        calls, at = self.stages.cut.calls, self.at
+        calls = self.stages.cut.calls
+        at = self.at
         name = self.stages._names[id(block)]
         if at >= len(calls) or calls[at].block != name:
             raise RuntimeError(f"{name} runs out of its order: a layer was skipped or repeated")
@@ -306,26 +318,27 @@ class _StageForward:
         if at < begin:
             return _stand_in(calls[at], arguments)
         for place, leaf in arguments.leaves.items():
-            if id(leaf) in self._instead:
-                arguments.leaves[place] = self._instead[id(leaf)][1]
+            if id(leaf) in self._replaced:
+                arguments.leaves[place] = self._replaced[id(leaf)][1]
         if at == end:
-            raise _Reached(self._handed_on(_captured(calls[at], arguments)))
+            raise _Reached(self._with_carried(_captured(calls[at], arguments)))
         if at == begin and self.incoming is not None:
             self._feed(self.incoming, arguments, name)
         args, kwargs = arguments.rebuilt()
         return run(*args, **kwargs)
 
-    def _handed_on(self, wire: StageIO) -> StageIO:
-        """With what is carried along."""
-        found = None if self.stages.carried is None else self.stages.carried.collect()
-        if found is None:
+    def _with_carried(self, wire: StageIO) -> StageIO:
+        """Adds the carried value to the tensors for the next stage."""
+        value = None if self.stages.carried is None else self.stages.carried.collect()
+        if value is None:
             return wire
-        grad = found.requires_grad
-        found = found.clone() if grad and found.is_leaf else found.contiguous()
-        port = StageInput(CARRIED, tuple(found.shape), found.dtype, grad)
-        return StageIO((*wire.ports, port), (*wire.tensors, found))
+        grad = value.requires_grad
+        value = value.clone() if grad and value.is_leaf else value.contiguous()
+        port = StageInput(CARRIED, tuple(value.shape), value.dtype, grad)
+        return StageIO((*wire.ports, port), (*wire.tensors, value))
 
     def _feed(self, wire: StageIO, arguments: Arguments, name: str) -> None:
+        """Replaces the arguments of the first block by what the previous stage sent."""
         given = []
         for port, tensor in zip(wire.ports, wire.tensors, strict=True):
             leaf = tensor.detach().requires_grad_(port.grad and torch.is_grad_enabled())
@@ -339,24 +352,21 @@ class _StageForward:
                     f"{name} is called without its argument {port.place} on this stage"
                 )
             before = arguments.leaves[port.place]
-            after = leaf if port.layout is None else self._divided(leaf, port.layout)
-            if (
-                self.stages.cut.into
-                and isinstance(before, torch.Tensor)
-                and before.dtype == after.dtype
-            ):
+            after = leaf if port.layout is None else self._sharded(leaf, port.layout)
+            is_tensor = isinstance(before, torch.Tensor)
+            if self.stages.cut.in_place and is_tensor and before.dtype == after.dtype:
                 before.copy_(after)
                 continue
             arguments.leaves[port.place] = after
-            if isinstance(before, torch.Tensor):
-                self._instead[id(before)] = (before, after)
+            if is_tensor:
+                self._replaced[id(before)] = (before, after)
         self.given = tuple(given)
 
-    def _divided(self, tensor: torch.Tensor, layout: ShardLayout) -> DTensor:
+    def _sharded(self, tensor: torch.Tensor, layout: ShardLayout) -> DTensor:
         mesh = next((m for m in self.stages.meshes if m.mesh_dim_names == layout.axes), None)
         if mesh is None:
             raise RuntimeError(
-                f"a boundary is divided over {layout.axes}, of which the pipeline was given no mesh"
+                f"a boundary is sharded over {layout.axes}, of which the pipeline was given no mesh"
             )
         return DTensor.from_local(
             tensor,
@@ -368,53 +378,58 @@ class _StageForward:
         )
 
     def check_ended(self) -> None:
-        if self.at != len(self.stages.cut.calls) or not self.is_last:
-            raise RuntimeError(
-                f"the forward ended after {self.at} of {len(self.stages.cut.calls)} blocks"
-            )
+        """Raises unless all blocks have run on the last chunk."""
+        count = len(self.stages.cut.calls)
+        if self.at != count or not self.is_last:
+            raise RuntimeError(f"the forward ended after {self.at} of {count} blocks")
 
 
 def _stand_in(call: Call, arguments: Arguments) -> Any:
-    """What a block would return, by its structure: of the values nothing is used."""
-    found = {
-        place: leaf
-        for place in call.takes
-        if isinstance(leaf := arguments.leaves.get(place), torch.Tensor)
-    }
-    some = next(iter(found.values()))
-    sizes = dict(zip(call.gives.like, some.shape, strict=False))
-    leaves = []
-    for leaf in call.gives.leaves:
+    """Returns the structure of a block's output; its values are never used."""
+    inputs: dict[Place, torch.Tensor] = {}
+    for place in call.inputs:
+        leaf = arguments.leaves.get(place)
+        if isinstance(leaf, torch.Tensor):
+            inputs[place] = leaf
+    first = next(iter(inputs.values()))
+    sizes = dict(zip(call.output.input_shape, first.shape, strict=False))
+    leaves: list[Any] = []
+    for leaf in call.output.leaves:
         if isinstance(leaf, OutputShape):
-            leaves.append(some.new_zeros(()).expand([sizes.get(size, size) for size in leaf.sizes]))
+            shape = [sizes.get(size, size) for size in leaf.sizes]
+            leaves.append(first.new_zeros(()).expand(shape))
+        elif isinstance(leaf, Like):
+            leaves.append(inputs.get(leaf.place, first))
         else:
-            leaves.append(found.get(leaf.place, some) if isinstance(leaf, Like) else leaf)
-    return tree_unflatten(leaves, call.gives.spec)
+            leaves.append(leaf)
+    return tree_unflatten(leaves, call.output.spec)
 
 
 def _captured(call: Call, arguments: Arguments) -> StageIO:
-    ports, tensors = [], []
-    for place in call.takes:
+    """Returns the arguments of a block as tensors for the next stage."""
+    ports: list[StageInput] = []
+    tensors: list[torch.Tensor] = []
+    for place in call.inputs:
         tensor = arguments.leaves.get(place)
         if not isinstance(tensor, torch.Tensor):
             continue
         layout = None
         if isinstance(tensor, DTensor):
-            whole = [Replicate() if isinstance(p, Partial) else p for p in tensor.placements]
-            tensor = tensor.redistribute(placements=whole)
+            placements: list[Any] = []
+            for placement in tensor.placements:
+                placements.append(Replicate() if isinstance(placement, Partial) else placement)
+            tensor = tensor.redistribute(placements=placements)
             layout = ShardLayout(
                 tuple(tensor.device_mesh.mesh_dim_names or ()),
-                tuple(whole),
+                tuple(placements),
                 tuple(tensor.shape),
                 tensor.stride(),
             )
-            tensor = tensor.to_local(grad_placements=whole)
+            tensor = tensor.to_local(grad_placements=placements)
         grad = tensor.requires_grad
         tensor = tensor.contiguous()
         if grad and (is_view(tensor) or tensor.is_leaf):
-            tensor = (
-                tensor.clone()
-            )  # gradients are asked for from here on: an own node of the graph
+            tensor = tensor.clone()  # backward starts here: it needs its own graph node
         ports.append(StageInput(place, tuple(tensor.shape), tensor.dtype, grad, layout))
         tensors.append(tensor)
     return StageIO(tuple(ports), tuple(tensors))
@@ -423,7 +438,7 @@ def _captured(call: Call, arguments: Arguments) -> StageIO:
 def _find_owners(
     model: nn.Module, cut: Cut, chunk_owners: Sequence[int]
 ) -> dict[str, tuple[int, ...]]:
-    """The ranks that need each parameter; what none needs stays with the last chunk."""
+    """Returns the ranks that need each parameter; the last chunk's if none does."""
     holders: dict[str, set[int]] = {call.block: set() for call in cut.calls}
     for chunk, owner in enumerate(chunk_owners):
         for block in cut.blocks(chunk):
@@ -431,22 +446,23 @@ def _find_owners(
     aliases: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         aliases.setdefault(id(parameter), []).append(name)
-    found: dict[str, tuple[int, ...]] = {}
+    owners: dict[str, tuple[int, ...]] = {}
     for names in aliases.values():
         ranks: set[int] = set()
         for name in names:
-            if (inside := next((one for one in _above(name) if one in holders), None)) is not None:
-                ranks |= holders[inside]
-            else:
-                ranks |= {
-                    owner for chunk, owner in enumerate(chunk_owners) if cut.needs(chunk, name)
-                }
-        found[names[0]] = tuple(sorted(ranks)) or (chunk_owners[-1],)
-    return found
+            around = next((module for module in _modules_around(name) if module in holders), None)
+            if around is not None:
+                ranks |= holders[around]
+                continue
+            for chunk, owner in enumerate(chunk_owners):
+                if cut.needs(chunk, name):
+                    ranks.add(owner)
+        owners[names[0]] = tuple(sorted(ranks)) or (chunk_owners[-1],)
+    return owners
 
 
-def _above(name: str) -> Iterator[str]:
-    """The names of the modules that a parameter is in, from the inside."""
+def _modules_around(name: str) -> Iterator[str]:
+    """Yields the names of the modules that a parameter is in, innermost first."""
     while "." in name:
         name = name.rpartition(".")[0]
         yield name

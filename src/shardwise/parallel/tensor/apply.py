@@ -1,15 +1,15 @@
-"""Tensor and sequence parallelism for any model: every parameter a DTensor, every tensor between layers too.
+"""Tensor and sequence parallelism for any model, with DTensors for parameters and activations.
 
-The model's own code runs unchanged: it sees whole shapes (`view(batch, width, heads, -1)` means what it says) while
-each rank holds and computes its part. Between the sub-layers of a block the hidden states lie cut along the sequence; a
-layer cut by its outputs (column) takes them gathered, a layer cut by its inputs (row) leaves sums that are scattered
-along the sequence again: Megatron's two gathers and two scatters a block and direction. What cut layers do is in
-cut_layers.py.
+The model's own code runs unchanged: it sees full shapes (`view(batch, width, heads, -1)` has its
+usual meaning) while each rank stores and computes its shards. Between the sub-layers of a block the
+hidden states are sharded along the sequence. Layers cut by their outputs (column) gather them;
+layers cut by their inputs (row) reduce-scatter their outputs along the sequence: Megatron's two
+gathers and two scatters per block and direction. layers.py has the forwards of sharded layers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import nn
@@ -22,7 +22,7 @@ from shardwise.nn.models.build import find_blocks
 from shardwise.nn.tiny.case import CannotParallelize
 from shardwise.parallel.tensor.layers import TensorParallel, exchange
 from shardwise.parallel.tensor.local import wrap
-from shardwise.parallel.tensor.quantized import can_slice, is_packed, slice_packed, whole_features
+from shardwise.parallel.tensor.quantized import can_slice, full_features, is_packed, slice_packed
 from shardwise.parallel.tensor.roles import Role, Roles, pattern_of
 
 __all__ = ["TensorParallel", "divide_tensor"]
@@ -31,66 +31,78 @@ __all__ = ["TensorParallel", "divide_tensor"]
 def divide_tensor(
     model: nn.Module, roles: Roles, mesh: DeviceMesh, sequence: bool = True
 ) -> TensorParallel:
-    """Divides a model in place, on `meta` without memory; `roles` are those of a bare model of its class."""
+    """Shards a model in place over `mesh` and returns what its forward has to run under.
+
+    Takes no memory for a model on `meta`. `roles` are those of an unsharded model of its class.
+    """
     tensor = TensorParallel(mesh, sequence)
-    parts = {part.name: part for part in roles.parts}
-    named = {name: module for name, module in model.named_modules() if not _is_hollow(module)}
-    elsewhere = [
-        name for name, module in named.items() if _is_divided(module)
-    ]  # the expert axis has been here
-    plain = [
-        n
-        for n in named
-        if pattern_of(n) in roles.plain and not any(_within(e, [n]) for e in elsewhere)
-    ]
-    free = {n: m for n, m in named.items() if n not in elsewhere and not _within(n, plain)}
-    cuts = {
-        name: _cut(tensor, name, module, parts.get(pattern_of(name)))
-        for name, module in free.items()
-    }
-    for name, module in free.items():
+    role_of = {role.name: role for role in roles.parts}
+    modules = {name: module for name, module in model.named_modules() if not _is_hollow(module)}
+    # Modules that expert parallelism has sharded already.
+    sharded = [name for name, module in modules.items() if _has_dtensors(module)]
+    plain: list[str] = []
+    for name in modules:
+        if pattern_of(name) in roles.plain and not any(_is_within(n, [name]) for n in sharded):
+            plain.append(name)
+    layers: dict[str, nn.Module] = {}
+    for name, module in modules.items():
+        if name not in sharded and not _is_within(name, plain):
+            layers[name] = module
+    cuts: dict[str, str] = {}
+    for name, module in layers.items():
+        cuts[name] = _cut(tensor, name, module, role_of.get(pattern_of(name)))
+    for name, module in layers.items():
         if is_packed(module):
             slice_packed(module, cuts[name], mesh)
-    _divide_parameters(named, cuts, mesh)
+    _shard_parameters(modules, cuts, mesh)
     for name in plain:
-        tensor.whole[name] = roles.plain[pattern_of(name)]
-        exchange(named[name], tensor.plain, named[name])
-    blocks = dict(find_blocks(model))
-    inside = {module for block in blocks.values() for module in block.modules()} - set(
-        blocks.values()
-    )
-    for name, module in free.items():
-        part = parts.get(pattern_of(name))
-        _hook(tensor, name, module, cuts[name])
+        tensor.unsharded[name] = roles.plain[pattern_of(name)]
+        exchange(modules[name], tensor.plain, modules[name])
+    for name, module in layers.items():
+        _replace_forward(tensor, module, cuts[name])
         if cuts[name] == "whole" and _has_matrix(module):
-            tensor.whole[name] = (
-                part.why if part is not None and part.why else _reason(module, part)
-            )
-        if module in inside and _owns_matrices(module, cuts, name):
-            module.register_forward_pre_hook(tensor.gather_inputs, with_kwargs=True)
-            module.register_forward_hook(tensor.pin_outputs)
-        above = not name or any(_within(block, [name]) for block in blocks if block != name)
-        if not above and _is_code(module):
-            exchange(module, tensor.carefully, name, module)
+            tensor.unsharded[name] = _reason(module, role_of.get(pattern_of(name)))
+    _hook_blocks(tensor, dict(find_blocks(model)), layers, cuts)
     return tensor
 
 
-def _within(name: str, outer: Sequence[str]) -> bool:
-    return any(name == one or name.startswith(one + ".") for one in outer)
+def _hook_blocks(
+    tensor: TensorParallel,
+    blocks: Mapping[str, nn.Module],
+    layers: Mapping[str, nn.Module],
+    cuts: Mapping[str, str],
+) -> None:
+    """Hooks the modules inside blocks, and gives the model's own code a fallback."""
+    inside: set[nn.Module] = set()
+    for block in blocks.values():
+        inside.update(block.modules())
+    inside -= set(blocks.values())
+    for name, module in layers.items():
+        if module in inside and _owns_matrices(module, cuts, name):
+            module.register_forward_pre_hook(tensor.gather_inputs, with_kwargs=True)
+            module.register_forward_hook(tensor.pin_outputs)
+        holds_block = not name or any(_is_within(b, [name]) for b in blocks if b != name)
+        if not holds_block and _has_code(module):
+            exchange(module, tensor.with_fallback, name, module)
+
+
+def _is_within(name: str, outer: Iterable[str]) -> bool:
+    return any(name == other or name.startswith(other + ".") for other in outer)
 
 
 def _is_hollow(module: nn.Module) -> bool:
-    """Whether a module's parameters lie on another pipeline stage."""
+    """Whether a module's parameters are on another pipeline stage."""
     return bool(module._parameters) and all(p is None for p in module._parameters.values())
 
 
-def _is_divided(module: nn.Module) -> bool:
+def _has_dtensors(module: nn.Module) -> bool:
     return any(isinstance(p, DTensor) for p in module.parameters(recurse=False))
 
 
-def _is_code(module: nn.Module) -> bool:
-    """Whether a module does something with parameters besides calling torch on its own."""
-    return any(True for _ in module.children()) and any(True for _ in module.parameters())
+def _has_code(module: nn.Module) -> bool:
+    """Whether a module does more with parameters than call a torch function on its own."""
+    has_children = next(module.children(), None) is not None
+    return has_children and next(module.parameters(), None) is not None
 
 
 def _has_matrix(module: nn.Module) -> bool:
@@ -98,91 +110,95 @@ def _has_matrix(module: nn.Module) -> bool:
 
 
 def _owns_matrices(module: nn.Module, cuts: Mapping[str, str], name: str) -> bool:
-    """Whether a module inside of a block reads the hidden states: it calls layers that are not cut by rows."""
-    children = ((cuts.get(f"{name}.{n}"), child) for n, child in module.named_children())
-    return any(cut != "row" and _has_matrix(child) for cut, child in children)
+    """Whether a module inside a block reads the hidden states: it has layers not cut by rows."""
+    for child_name, child in module.named_children():
+        if cuts.get(f"{name}.{child_name}") != "row" and _has_matrix(child):
+            return True
+    return False
 
 
-def _cut(tensor: TensorParallel, name: str, module: nn.Module, part: Role | None) -> str:
+def _cut(tensor: TensorParallel, name: str, module: nn.Module, role: Role | None) -> str:
     mesh = tensor.mesh
-    if part is None:
+    if role is None:
         return "whole"
-    if is_packed(module) and not can_slice(module, part.cut, mesh):
-        tensor.whole[name] = "its packed columns cannot be cut between blocks of a scale"
+    if is_packed(module) and not can_slice(module, role.cut, mesh):
+        tensor.unsharded[name] = "its packed columns cannot be cut between blocks of a scale"
         return "plain"
-    if part.cut == "vocabulary":
+    if role.cut == "vocabulary":
         return "column" if is_linear(module) else "vocabulary"
-    if part.cut == "experts":
-        stacks = [p.shape[0] for p in module.parameters(recurse=False)]
-        if min(stacks) == max(stacks) >= mesh.size():
+    if role.cut == "experts":
+        counts = [p.shape[0] for p in module.parameters(recurse=False)]
+        if min(counts) == max(counts) >= mesh.size():
             return "experts"
-        tensor.whole[name] = "fewer experts than ranks"
+        tensor.unsharded[name] = "fewer experts than ranks"
         return "plain"
-    return "plain" if is_packed(module) and part.cut == "whole" else part.cut
+    return "plain" if is_packed(module) and role.cut == "whole" else role.cut
 
 
-def _reason(module: nn.Module, part: Role | None) -> str:
-    return f"{type(module).__name__} has no part in the plan" if part is None else f"a {part.kind}"
+def _reason(module: nn.Module, role: Role | None) -> str:
+    """Why a module is not sharded."""
+    if role is None:
+        return f"{type(module).__name__} has no part in the plan"
+    return role.why or f"a {role.kind}"
 
 
 def _placement(module: nn.Module, cut: str, name: str) -> Placement:
-    """Of a parameter of a module; adapters beside a matrix are cut along with it."""
+    """Returns the placement of a parameter; an adapter's parameters follow their matrix."""
     if cut in ("vocabulary", "experts"):
         return Shard(0)
-    turned = is_transposed(module) and name == "weight"
-    matrix = name in ("weight", "lora_A", "lora_B")
-    if (
-        cut == "column"
-        and name != "lora_A"
-        and not (name == "ia3_l" and getattr(module, "ia3_feedforward", False))
-    ):
-        return Shard(1 if turned else 0)
-    if cut == "row" and matrix and name != "lora_B":
-        return Shard(0 if turned else 1)
-    if cut == "row" and name == "ia3_l" and getattr(module, "ia3_feedforward", False):
-        return Shard(0)
+    if name == "ia3_l" and getattr(module, "ia3_feedforward", False):  # it scales the inputs
+        return Shard(0) if cut == "row" else Replicate()
+    transposed = is_transposed(module) and name == "weight"
+    if cut == "column" and name != "lora_A":
+        return Shard(1 if transposed else 0)
+    if cut == "row" and name in ("weight", "lora_A"):
+        return Shard(0 if transposed else 1)
     return Replicate()
 
 
-def _divide_parameters(
-    named: Mapping[str, nn.Module], cuts: Mapping[str, str], mesh: DeviceMesh
+def _shard_parameters(
+    modules: Mapping[str, nn.Module], cuts: Mapping[str, str], mesh: DeviceMesh
 ) -> None:
-    """Makes every parameter a DTensor; one that several modules share stays one, cut if any of them cuts it."""
-    where: dict[nn.Parameter, Placement] = {}
-    for name, module in named.items():
+    """Makes every parameter a DTensor.
+
+    A parameter that several modules share stays shared, and is sharded if any of them shards it.
+    """
+    placements: dict[nn.Parameter, Placement] = {}
+    for name, module in modules.items():
         for key, parameter in module.named_parameters(recurse=False):
-            wanted = _placement(module, cuts.get(name, "whole"), key)
-            if where.setdefault(parameter, wanted).is_replicate():
-                where[parameter] = wanted
-            elif not wanted.is_replicate() and wanted != where[parameter]:
+            placement = _placement(module, cuts.get(name, "whole"), key)
+            if placements.setdefault(parameter, placement).is_replicate():
+                placements[parameter] = placement
+            elif not placement.is_replicate() and placement != placements[parameter]:
                 raise CannotParallelize(
                     f"{name}.{key}", "is shared by layers that would cut it in different ways"
                 )
-    made = {p: _part_of(p, mesh, place) for p, place in where.items() if not isinstance(p, DTensor)}
-    for module in named.values():
+    sharded: dict[nn.Parameter, nn.Parameter] = {}
+    for parameter, placement in placements.items():
+        if not isinstance(parameter, DTensor):
+            sharded[parameter] = _sharded(parameter, mesh, placement)
+    for module in modules.values():
         for key, parameter in module.named_parameters(recurse=False):
-            module._parameters[key] = made.get(parameter, parameter)
+            module._parameters[key] = sharded.get(parameter, parameter)
 
 
-def _part_of(parameter: nn.Parameter, mesh: DeviceMesh, where: Placement) -> nn.Parameter:
-    whole = parameter.detach()
-    shape, offset = compute_local_shape_and_global_offset(whole.shape, mesh, [where])
-    index = tuple(slice(o, o + s) for o, s in zip(offset, shape, strict=True))
-    local = (
-        torch.empty(shape, dtype=whole.dtype, device="meta")
-        if whole.is_meta
-        else whole[index].clone()
-    )
-    return nn.Parameter(
-        wrap(local, mesh, where, whole.shape), requires_grad=parameter.requires_grad
-    )
+def _sharded(parameter: nn.Parameter, mesh: DeviceMesh, placement: Placement) -> nn.Parameter:
+    full = parameter.detach()
+    shape, offset = compute_local_shape_and_global_offset(full.shape, mesh, [placement])
+    if full.is_meta:
+        local = torch.empty(shape, dtype=full.dtype, device="meta")
+    else:
+        index = tuple(slice(o, o + s) for o, s in zip(offset, shape, strict=True))
+        local = full[index].clone()
+    shards = wrap(local, mesh, placement, full.shape)
+    return nn.Parameter(shards, requires_grad=parameter.requires_grad)
 
 
-def _hook(tensor: TensorParallel, name: str, module: nn.Module, cut: str) -> None:
+def _replace_forward(tensor: TensorParallel, module: nn.Module, cut: str) -> None:
     if isinstance(module, AdapterLayer):
         module.tensor_mesh = tensor.mesh
     if cut == "column":
-        exchange(module, tensor.column, module, whole_features(module)[1])
+        exchange(module, tensor.column, module, full_features(module)[1])
     elif cut == "row":
         exchange(module, tensor.row, module)
     elif cut == "experts":

@@ -1,4 +1,4 @@
-"""The roles of a model's parts, for people and for programs."""
+"""Reports the roles of a model's modules, as a table or as JSON."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MEANING = {
 
 
 def roles_of(name: str) -> Roles:
-    """Of a model by name, from its config alone: no weights are read."""
+    """Returns the roles of a model by name, from its config alone: no weights are read."""
     source = find_model(Model(name=name))
     try:
         with quiet():
@@ -35,24 +35,21 @@ def roles_of(name: str) -> Roles:
     except UserError:
         raise
     except Exception as error:  # whatever a model's own code may raise
-        problem = f"a tiny model of its class does not run here ({type(error).__name__}: {_first_line(error)})"
+        cause = f"{type(error).__name__}: {_first_line(error)}"
+        problem = f"a tiny model of its class does not run here ({cause})"
         raise UserError("model", name, problem, "divide it by data parallelism alone") from error
 
 
 def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [""])[0][:200]
+    return str(error).partition("\n")[0][:200]
 
 
 def show_roles(name: str, as_json: bool) -> None:
-    """Prints them."""
+    """Prints the roles of a model by name."""
     roles = roles_of(name)
     if as_json:
-        print(
-            json.dumps(
-                {"parts": [asdict(part) for part in roles.parts], "differs": list(roles.differs)},
-                indent=1,
-            )
-        )
+        parts = [asdict(part) for part in roles.parts]
+        print(json.dumps({"parts": parts, "differs": list(roles.differs)}, indent=1))
         return
     table = Table(box=None, pad_edge=False)
     for title in ("part", "what it is", "tensor parallel", "why not"):
@@ -63,8 +60,7 @@ def show_roles(name: str, as_json: bool) -> None:
     console = Console(highlight=False)
     console.print(table)
     blocks = [part.name for part in roles.parts if part.kind == "block"]
-    console.print(
-        f"\npipeline: cut between {' and '.join(blocks) or 'no blocks that could be found'}"
-    )
+    places = " and ".join(blocks) or "no blocks that could be found"
+    console.print(f"\npipeline: cut between {places}")
     for line in roles.differs:
         console.print(f"differs: {line}")

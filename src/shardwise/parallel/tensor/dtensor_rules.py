@@ -1,4 +1,7 @@
-"""Operators that DTensor has no rule for and that may be met in backward, where no module can step back: whole."""
+"""Sharding rules for operators that DTensor has none for and that occur in backward.
+
+There no module can fall back to plain tensors, so these operators run on replicated tensors.
+"""
 
 from __future__ import annotations
 
@@ -18,35 +21,36 @@ from shardwise.core.compat.torch_private import (
     tree_map,
 )
 
-WHOLE = {  # by how many tensors they return
-    "log_sigmoid_forward": 2, "log_sigmoid_backward": 1, "avg_pool2d": 1, "avg_pool2d_backward": 1,
-}  # fmt: skip
+REPLICATED = {  # number of tensors that each operator returns
+    "log_sigmoid_forward": 2,
+    "log_sigmoid_backward": 1,
+    "avg_pool2d": 1,
+    "avg_pool2d_backward": 1,
+}
 
 
 @cache
 def add_rules() -> None:
-    """Teaches DTensor that these take and give whole tensors."""
-    for name, outputs in WHOLE.items():
+    """Registers the rules with DTensor, once per process."""
+    for name, outputs in REPLICATED.items():
         _add(getattr(torch.ops.aten, name).default, outputs)
-    if TORCH < (
-        2,
-        12,
-    ):  # whose rule fails where not every dimension has an index: the backward of x[:, positions]
+    # The rule of torch 2.11 fails where a dim has no index: the backward of x[:, positions].
+    if TORCH < (2, 12):
         set_dtensor_handler(torch.ops.aten.index_put.default, _index_put)
 
 
 def _add(operator: Any, outputs: int) -> None:
     def rule(*args: Any, **kwargs: Any) -> Any:
-        given = [
-            Replicate() if isinstance(x, DTensorSpec) else None for x in (*args, *kwargs.values())
-        ]
-        return [([Replicate()] * outputs, given)]
+        inputs: list[Any] = []
+        for x in (*args, *kwargs.values()):
+            inputs.append(Replicate() if isinstance(x, DTensorSpec) else None)
+        return [([Replicate()] * outputs, inputs)]
 
     register_sharding(operator)(rule)
 
 
 def _index_put(operator: Any, args: Any, kwargs: Any) -> DTensor:
-    """On full tensors, the same on every rank."""
+    """Runs index_put on full tensors, with the same result on every rank."""
     mesh = next(x.device_mesh for x in tree_iter((args, kwargs)) if isinstance(x, DTensor))
     full = [Replicate()] * mesh.ndim
 

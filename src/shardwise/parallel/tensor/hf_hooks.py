@@ -1,7 +1,7 @@
-"""Where transformers lets others compute: attention on this rank's heads, and experts on this rank's experts.
+"""transformers' extension points under tensor parallelism: attention on local heads, local experts.
 
-Both get plain tensors, so whatever stands in transformers' registries (packed documents, context parallelism) is called
-as it would be without tensor parallelism, with fewer heads.
+Both run on plain tensors. Whatever is in transformers' registries (packed documents, context
+parallelism) is called as it would be without tensor parallelism, with fewer heads.
 """
 
 from __future__ import annotations
@@ -17,20 +17,25 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from shardwise.parallel.tensor.local import local_parameters, offset_of, to_local, to_whole, wrap
+from shardwise.parallel.tensor.local import (
+    local_parameters,
+    offset_of,
+    redistribute_local,
+    to_whole,
+    wrap,
+)
 from shardwise.parallel.tensor.rng import own_stream
 
-PER_HEAD = {
-    "s_aux": 0,
-    "position_bias": 1,
-}  # arguments of attention functions, and where heads are in them
+# The dim of the heads in further arguments of attention functions.
+HEAD_DIMS = {"s_aux": 0, "position_bias": 1}
 
 
 class _GroupedAttention:
-    """An attention module as a function in the registry sees it, but for how many heads share one of keys."""
+    """An attention module with another number of query heads per key head."""
 
     def __init__(self, module: nn.Module, groups: int) -> None:
-        self._module, self.num_key_value_groups = module, groups
+        self._module = module
+        self.num_key_value_groups = groups
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._module, name)
@@ -38,22 +43,23 @@ class _GroupedAttention:
 
 @contextmanager
 def local_heads(mesh: DeviceMesh) -> Iterator[None]:
-    """Within it attention runs on local heads, by whatever stands in the registry now or calls torch's own function."""
+    """Within it attention runs on local heads, through the registry or torch's own function."""
     from transformers import AttentionInterface
 
-    registered, own = AttentionInterface()["sdpa"], F.scaled_dot_product_attention
-    AttentionInterface.register("sdpa", partial(_attend, mesh, registered))
-    F.scaled_dot_product_attention = partial(_attend_own, mesh, own)
+    registered = AttentionInterface()["sdpa"]
+    original = F.scaled_dot_product_attention
+    AttentionInterface.register("sdpa", partial(_registered_attention, mesh, registered))
+    F.scaled_dot_product_attention = partial(_torch_attention, mesh, original)
     try:
         yield
     finally:
-        F.scaled_dot_product_attention = own
+        F.scaled_dot_product_attention = original
         AttentionInterface.register("sdpa", registered)
 
 
-def _attend(
+def _registered_attention(
     mesh: DeviceMesh,
-    plain: Callable[..., Any],
+    registered: Callable[..., Any],
     module: Any,
     query: Any,
     key: Any,
@@ -61,93 +67,113 @@ def _attend(
     attention_mask: Any,
     **kwargs: Any,
 ) -> Any:
-    """In the attention registry: (rows, heads, width, head) in, (rows, width, heads, head) out."""
+    """Registry entry: (rows, heads, width, head) to (rows, width, heads, head)."""
     if not isinstance(query, DTensor):
-        return plain(module, query, key, value, attention_mask, **kwargs)
+        return registered(module, query, key, value, attention_mask, **kwargs)
     heads = query.shape[1]
-    q, k, v, groups = _local(query, key, value, mesh)
-    mask = _heads_of(attention_mask, mesh, heads, 1)
-    kwargs = {n: _heads_of(x, mesh, heads, PER_HEAD.get(n)) for n, x in kwargs.items()}
+    q, k, v, groups = _local_qkv(query, key, value, mesh)
+    mask = _for_local_heads(attention_mask, mesh, heads, 1)
+    for name, x in kwargs.items():
+        kwargs[name] = _for_local_heads(x, mesh, heads, HEAD_DIMS.get(name))
     if groups != getattr(module, "num_key_value_groups", 1):
         module = _GroupedAttention(module, groups)
     with _stream(mesh, heads, kwargs.get("dropout", 0.0)):
-        out, _ = plain(module, q, k, v, mask, **kwargs)
+        out, _ = registered(module, q, k, v, mask, **kwargs)
     return _wrap(out, mesh, heads, 2), None
 
 
-def _attend_own(
-    mesh: DeviceMesh, plain: Callable[..., Any], query: Any, key: Any, value: Any, attn_mask: Any = None, *args: Any,
+def _torch_attention(
+    mesh: DeviceMesh,
+    original: Callable[..., Any],
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Any = None,
+    *args: Any,
     **kwargs: Any,
-) -> Any:  # fmt: skip
-    """In the place of torch's function, for modules that call it by themselves."""
+) -> Any:
+    """Replaces torch's function, for modules that call it directly."""
     if not isinstance(query, DTensor):
-        return plain(query, key, value, attn_mask, *args, **kwargs)
+        return original(query, key, value, attn_mask, *args, **kwargs)
     heads = query.shape[1]
-    q, k, v, groups = _local(query, key, value, mesh)
+    q, k, v, groups = _local_qkv(query, key, value, mesh)
     if groups > 1 and not kwargs.get("enable_gqa"):
-        k, v = (x.repeat_interleave(groups, 1) for x in (k, v))
+        k = k.repeat_interleave(groups, 1)
+        v = v.repeat_interleave(groups, 1)
     with _stream(mesh, heads, args[0] if args else kwargs.get("dropout_p", 0.0)):
-        out = plain(q, k, v, _heads_of(attn_mask, mesh, heads, 1), *args, **kwargs)
+        out = original(q, k, v, _for_local_heads(attn_mask, mesh, heads, 1), *args, **kwargs)
     return _wrap(out, mesh, heads, 1)
 
 
-def _local(query: DTensor, key: Any, value: Any, mesh: DeviceMesh) -> tuple[Any, Any, Any, int]:
-    """This rank's heads, and how many of them share one of keys; all heads where they cannot be shared out."""
-    heads, fewer, size = query.shape[1], key.shape[1], mesh.size()
-    key, value = to_whole(key, mesh), to_whole(value, mesh)
-    if heads % size:
-        q, k, v = (
-            to_local(x.redistribute(placements=[Replicate()]), Replicate())
-            for x in (query, key, value)
-        )
-        return q, k, v, heads // fewer
-    where = [Shard(1)]
-    q = to_local(query.redistribute(placements=where), Shard(1))
-    if fewer % size == 0:
-        k, v = (to_local(x.redistribute(placements=where), Shard(1)) for x in (key, value))
-        return q, k, v, heads // fewer
-    # Fewer heads of keys than ranks: each takes those its own heads read, and their gradients add up.
-    mine = [h // (heads // fewer) for h in _my_heads(heads, mesh)]
-    picked = sorted(set(mine))
-    if any(mine.count(one) * len(picked) != len(mine) for one in picked):
-        picked = mine
-    index = torch.tensor(picked, device=q.device)
-    k, v = (
-        to_local(x.redistribute(placements=[Replicate()]), Partial())[:, index]
-        for x in (key, value)
+def _local_qkv(
+    query: DTensor, key: Any, value: Any, mesh: DeviceMesh
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
+    """Returns the local heads and the number of query heads per key head.
+
+    Every rank computes all heads where their number is not a multiple of the ranks.
+    """
+    heads = query.shape[1]
+    key_heads = key.shape[1]
+    key = to_whole(key, mesh)
+    value = to_whole(value, mesh)
+    if heads % mesh.size() == 0 and key_heads % mesh.size():
+        return _local_gqa(query, key, value, mesh)
+    placement = Replicate() if heads % mesh.size() else Shard(1)
+    return (
+        redistribute_local(query, placement),
+        redistribute_local(key, placement),
+        redistribute_local(value, placement),
+        heads // key_heads,
     )
-    return q, k, v, len(mine) // len(picked)
+
+
+def _local_gqa(
+    query: DTensor, key: DTensor, value: DTensor, mesh: DeviceMesh
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
+    """Takes the key heads that the local query heads read; their gradients add up over ranks."""
+    heads = query.shape[1]
+    key_heads = [h // (heads // key.shape[1]) for h in _local_range(heads, mesh)]
+    unique = sorted(set(key_heads))
+    even = all(key_heads.count(h) * len(unique) == len(key_heads) for h in unique)
+    picked = unique if even else key_heads
+    index = torch.tensor(picked, device=query.device)
+    return (
+        redistribute_local(query, Shard(1)),
+        redistribute_local(key, Replicate(), Partial())[:, index],
+        redistribute_local(value, Replicate(), Partial())[:, index],
+        len(key_heads) // len(picked),
+    )
 
 
 def _stream(mesh: DeviceMesh, heads: int, dropout: float) -> AbstractContextManager[None]:
     return own_stream(mesh) if dropout and heads % mesh.size() == 0 else nullcontext()
 
 
-def _my_heads(heads: int, mesh: DeviceMesh) -> range:
-    own = heads // mesh.size()
-    return range(mesh.get_local_rank() * own, (mesh.get_local_rank() + 1) * own)
+def _local_range(heads: int, mesh: DeviceMesh) -> range:
+    count = heads // mesh.size()
+    return range(mesh.get_local_rank() * count, (mesh.get_local_rank() + 1) * count)
 
 
-def _heads_of(x: Any, mesh: DeviceMesh, heads: int, dim: int | None) -> Any:
-    """An argument as this rank's heads need it."""
+def _for_local_heads(x: Any, mesh: DeviceMesh, heads: int, dim: int | None) -> Any:
+    """Returns what the local heads need of an argument; `dim`: that of its heads, if it has any."""
     if not isinstance(x, torch.Tensor):
         return x
-    cut = dim is not None and x.ndim > dim and x.shape[dim] == heads and heads % mesh.size() == 0
+    even = heads % mesh.size() == 0
+    if even and dim is not None and x.ndim > dim and x.shape[dim] == heads:
+        if isinstance(x, DTensor):
+            return redistribute_local(x, Shard(dim))
+        local = _local_range(heads, mesh)
+        return x.narrow(dim, local.start, len(local))
     if isinstance(x, DTensor):
-        where = Shard(dim) if cut and dim is not None else Replicate()
-        back = where if cut or heads % mesh.size() else Partial()
-        return to_local(x.redistribute(placements=[where]), back)
-    if cut and dim is not None:
-        mine = _my_heads(heads, mesh)
-        return x.narrow(dim, mine.start, len(mine))
+        return redistribute_local(x, Replicate(), Partial() if even else Replicate())
     return x
 
 
 def _wrap(out: torch.Tensor, mesh: DeviceMesh, heads: int, dim: int) -> DTensor:
     shape = list(out.shape)
     shape[dim] = heads
-    where = Replicate() if heads % mesh.size() else Shard(dim)
-    return wrap(out, mesh, where, torch.Size(shape))
+    placement = Replicate() if heads % mesh.size() else Shard(dim)
+    return wrap(out, mesh, placement, torch.Size(shape))
 
 
 def local_experts(
@@ -159,36 +185,34 @@ def local_experts(
     weights: Any,
     *rest: Any,
 ) -> DTensor:
-    """A stack of experts, of which this rank has some, on the tokens that chose those."""
-    hidden, index, weights = (
-        to_whole(x, mesh).redistribute(placements=[Replicate()]) for x in (hidden, index, weights)
-    )
-    flat, chosen, shares = (
-        to_local(hidden, Partial()),
-        index.to_local(),
-        to_local(weights, Partial()),
-    )
+    """Returns the output of a stack of experts sharded over ranks, replicated.
+
+    Each rank computes the tokens that chose its experts.
+    """
+    tokens = redistribute_local(to_whole(hidden, mesh), Replicate(), Partial())
+    chosen = to_whole(index, mesh).redistribute(placements=[Replicate()]).to_local()
+    shares = redistribute_local(to_whole(weights, mesh), Replicate(), Partial())
     with local_parameters(module, Partial()):
         stack: Any = next(iter(module.parameters(recurse=False)))
-        own, first = stack.to_local().shape[0], offset_of(stack)[0]
-        mine = (chosen >= first) & (chosen < first + own)
-        tokens, places = mine.nonzero(as_tuple=True)
-        if not len(
-            tokens
-        ):  # still part of the graph, or the other ranks wait for its gradients in vain
-            tokens, places = (x.new_zeros(1) for x in (tokens, places))
-        local = (chosen[tokens, places] - first).clamp(0, own - 1)
-        share = shares[tokens, places] * mine[tokens, places]
-        with _fewer(module, own):
-            made = forward(flat[tokens], local[:, None], share[:, None], *rest)
-    out = torch.zeros_like(flat).index_add(0, tokens, made.to(flat.dtype))
-    return DTensor.from_local(out, mesh, [Partial()], run_check=False).redistribute(
-        placements=[Replicate()]
-    )
+        count = stack.to_local().shape[0]
+        first = offset_of(stack)[0]
+        is_local = (chosen >= first) & (chosen < first + count)
+        rows, places = is_local.nonzero(as_tuple=True)
+        # Without a token the stack must still join the graph: other ranks wait for its gradients.
+        if not len(rows):
+            rows = rows.new_zeros(1)
+            places = places.new_zeros(1)
+        experts = (chosen[rows, places] - first).clamp(0, count - 1)
+        share = shares[rows, places] * is_local[rows, places]
+        with _num_experts(module, count):
+            outputs = forward(tokens[rows], experts[:, None], share[:, None], *rest)
+    summed = torch.zeros_like(tokens).index_add(0, rows, outputs.to(tokens.dtype))
+    partial_sums = DTensor.from_local(summed, mesh, [Partial()], run_check=False)
+    return partial_sums.redistribute(placements=[Replicate()])
 
 
 @contextmanager
-def _fewer(module: Any, count: int) -> Iterator[None]:
+def _num_experts(module: Any, count: int) -> Iterator[None]:
     before = module.num_experts
     module.num_experts = count
     try:

@@ -1,4 +1,4 @@
-"""Between DTensors and this rank's part of them, with gradients that say what they are."""
+"""Conversions between DTensors and local shards, with explicit gradient placements."""
 
 from __future__ import annotations
 
@@ -19,26 +19,29 @@ from shardwise.core.compat.torch_private import (
 
 
 class _ToLocal(torch.autograd.Function):
-    """DTensor.to_local, whose gradient is laid out as it says: torch's may claim other strides than it has."""
+    """DTensor.to_local whose gradient is contiguous: torch's may claim strides it does not have."""
 
     @staticmethod
-    def forward(ctx: Any, x: DTensor, where: Placement, back: Placement | None) -> torch.Tensor:  # type: ignore[override]
-        ctx.mesh, ctx.shape, ctx.where, ctx.back = x.device_mesh, x.shape, where, back
+    def forward(  # type: ignore[override]
+        ctx: Any, x: DTensor, placement: Placement, target: Placement | None
+    ) -> torch.Tensor:
+        ctx.mesh = x.device_mesh
+        ctx.shape = x.shape
+        ctx.placement = placement
+        ctx.target = target
         local = local_tensor(x)
         return local.view_as(local)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        found = wrap(gradient, ctx.mesh, ctx.where, ctx.shape)
-        return (
-            (found if ctx.back is None else found.redistribute(placements=[ctx.back])),
-            None,
-            None,
-        )
+        result = wrap(gradient, ctx.mesh, ctx.placement, ctx.shape)
+        if ctx.target is not None:
+            result = result.redistribute(placements=[ctx.target])
+        return result, None, None
 
 
 class _OnFirst(torch.autograd.Function):
-    """Added by the first rank alone to what will be summed; the gradient of the sum is whole on every rank."""
+    """Zero except on the first rank, for a summand of a sum; its gradient is that of the sum."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, first: bool) -> torch.Tensor:  # type: ignore[override]
@@ -50,20 +53,27 @@ class _OnFirst(torch.autograd.Function):
 
 
 def to_local(x: DTensor, gradient: Placement) -> torch.Tensor:
-    """This rank's part; the gradient of it is a part, a summand or the whole of the gradient."""
-    found: torch.Tensor = _ToLocal.apply(x, gradient, None)  # type: ignore[no-untyped-call]
-    return found
+    """Returns the local shard; `gradient` is the placement of the gradient with respect to it."""
+    local: torch.Tensor = _ToLocal.apply(x, gradient, None)  # type: ignore[no-untyped-call]
+    return local
+
+
+def redistribute_local(
+    x: DTensor, placement: Placement, gradient: Placement | None = None
+) -> torch.Tensor:
+    """Returns the local shard under another placement, by default that of its gradient too."""
+    return to_local(x.redistribute(placements=[placement]), gradient or placement)
 
 
 def to_whole(x: torch.Tensor, mesh: DeviceMesh) -> DTensor:
-    """What is the same on every rank, as a DTensor."""
-    return (
-        x if isinstance(x, DTensor) else DTensor.from_local(x, mesh, [Replicate()], run_check=False)
-    )
+    """Returns a tensor that is equal on every rank as a replicated DTensor, a DTensor unchanged."""
+    if isinstance(x, DTensor):
+        return x
+    return DTensor.from_local(x, mesh, [Replicate()], run_check=False)
 
 
 def wrap(local: torch.Tensor, mesh: DeviceMesh, where: Placement, shape: torch.Size) -> DTensor:
-    """This rank's part as a DTensor of a whole shape."""
+    """Returns the local shard as a DTensor of the full `shape`."""
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(
         local.contiguous(), mesh, [where], run_check=False, shape=shape, stride=stride
@@ -71,46 +81,49 @@ def wrap(local: torch.Tensor, mesh: DeviceMesh, where: Placement, shape: torch.S
 
 
 def offset_of(x: DTensor) -> tuple[int, ...]:
-    """Where this rank's part begins."""
-    with unset_fake_temporarily():  # it computes with tensors, whose values it needs
+    """Returns where the local shard begins in the full tensor, by dim."""
+    with unset_fake_temporarily():  # torch computes it with tensors whose values it reads
         _, offset = compute_local_shape_and_global_offset(x.shape, x.device_mesh, x.placements)
     return tuple(offset)
 
 
-def _own(parameter: DTensor, gradient: Placement) -> torch.Tensor:
-    (where,) = parameter.placements
+def _local_parameter(parameter: DTensor, gradient: Placement) -> torch.Tensor:
+    (placement,) = parameter.placements
     if gradient.is_replicate():
-        return to_local(parameter.redistribute(placements=[Replicate()]), Replicate())
-    if not where.is_replicate():
-        return to_local(parameter, where)
-    found: torch.Tensor = _ToLocal.apply(parameter, gradient, where)  # type: ignore[no-untyped-call]
-    return found
+        return redistribute_local(parameter, Replicate())
+    if not placement.is_replicate():
+        return to_local(parameter, placement)
+    local: torch.Tensor = _ToLocal.apply(  # type: ignore[no-untyped-call]
+        parameter, gradient, placement
+    )
+    return local
 
 
 @contextmanager
 def local_parameters(
     module: nn.Module, gradient: Placement, once: Sequence[str] = (), deep: bool = False
 ) -> Iterator[None]:
-    """Within it a module (and with `deep` all in it) sees this rank's part of its parameters.
+    """Within it a module (with `deep`, its submodules too) sees the local shards of its parameters.
 
-    `gradient`: what the gradient of a parameter is that every rank has whole. `once`: parameters that the first rank
-    alone adds to the sum over ranks.
+    `gradient`: the placement of the gradients of replicated parameters. `once`: parameters that
+    only the first rank adds to a sum over ranks.
     """
-    changed: list[tuple[dict[str, Any], str]] = []
+    overridden: list[tuple[dict[str, Any], str]] = []
     try:
-        for one in module.modules() if deep else (module,):
-            for name, parameter in one._parameters.items():
+        for submodule in module.modules() if deep else (module,):
+            for name, parameter in submodule._parameters.items():
                 if not isinstance(parameter, DTensor):
                     continue
                 if name in once:
                     first = parameter.device_mesh.get_local_rank() == 0
-                    whole: Any = to_local(parameter, Replicate())
-                    value = _OnFirst.apply(whole, first)  # type: ignore[no-untyped-call]
+                    full: Any = to_local(parameter, Replicate())
+                    value = _OnFirst.apply(full, first)  # type: ignore[no-untyped-call]
                 else:
-                    value = _own(parameter, gradient)
-                one.__dict__[name] = value  # before the parameters, where Python looks first
-                changed.append((one.__dict__, name))
+                    value = _local_parameter(parameter, gradient)
+                # Python looks here before it looks among the parameters.
+                submodule.__dict__[name] = value
+                overridden.append((submodule.__dict__, name))
         yield
     finally:
-        for own, name in changed:
-            own.pop(name, None)
+        for attributes, name in overridden:
+            attributes.pop(name, None)

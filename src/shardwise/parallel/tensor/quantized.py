@@ -1,8 +1,9 @@
-"""Weights in few bits (nn/adapters/quantized.py) under tensor parallelism.
+"""Quantized weights (nn/adapters/quantized.py) under tensor parallelism.
 
-Rows of bytes are dealt out as they are. Where a layer is cut along its rows each rank packs its own slice of the
-columns, with scales of its own: between blocks of a scale, so that the codes are those of the whole row (in 8 bits,
-where a row has one scale, they are finer).
+Sharding over rows of the packed weight deals out rows of bytes unchanged. For sharding over
+columns each rank packs its own slice of the columns, with its own scales. Slices end where blocks
+of a scale end, so the codes equal those of the full row (in 8 bits, where a row has a single scale,
+they are more precise).
 """
 
 from __future__ import annotations
@@ -20,16 +21,16 @@ from shardwise.nn.kernels.nf4 import BLOCK
 
 
 def is_packed(module: Any) -> bool:
-    """Whether a linear layer keeps its weight in few bits."""
+    """Whether a linear layer stores its weight quantized."""
     return "weight" in getattr(module, "packings", {})
 
 
-def whole_features(module: Any) -> tuple[int, int]:
-    """Inputs and outputs of a linear layer, however it keeps its weight."""
+def full_features(module: Any) -> tuple[int, int]:
+    """Returns a linear layer's numbers of inputs and outputs, whether or not it is quantized."""
     if not is_packed(module):
         return features(module)
-    shape = module.packings["weight"].shape
-    return (shape[0], shape[1]) if is_transposed(module) else (shape[1], shape[0])
+    rows, columns = module.packings["weight"].shape
+    return (rows, columns) if is_transposed(module) else (columns, rows)
 
 
 def _is_sliced(module: nn.Module, cut: str) -> bool:
@@ -37,30 +38,26 @@ def _is_sliced(module: nn.Module, cut: str) -> bool:
 
 
 def can_slice(module: Any, cut: str, mesh: DeviceMesh) -> bool:
-    """Whether a cut leaves blocks whole."""
+    """Whether a cut keeps the columns of each scale on one rank."""
     columns: int = module.packings["weight"].shape[1]
     return not _is_sliced(module, cut) or columns % (BLOCK * mesh.size()) == 0
 
 
 def slice_packed(module: Any, cut: str, mesh: DeviceMesh) -> None:
-    """Makes the weight of a layer that is cut along its rows one of slices, side by side, each packed by itself."""
+    """Repacks a weight that is sharded over its columns as slices, side by side, one per rank."""
     if not _is_sliced(module, cut):
         return
-    packing, weight = module.packings["weight"], module.weight
+    packing = module.packings["weight"]
+    weight = module.weight
     form = replace(packing.form, columns=packing.form.columns // mesh.size())
     if weight.is_meta:
-        bytes_of_all = form.row_bytes * mesh.size()
-        module.weight = nn.Parameter(
-            torch.empty(len(weight), bytes_of_all, dtype=torch.int8, device="meta"), False
-        )
+        shape = (len(weight), form.row_bytes * mesh.size())
+        repacked = torch.empty(shape, dtype=torch.int8, device="meta")
     else:
-        parts = packing.unpack(weight, torch.float32).split(form.columns, 1)
-        packed: list[torch.Tensor] = [
-            packed_parameter(part, WeightPacking(part.shape, form)) for part in parts
-        ]
-        module.weight = nn.Parameter(torch.cat(packed, 1), False)
-    module.packings["weight"] = replace(
-        packing, form=form, start=mesh.get_local_rank() * form.columns
-    )
+        slices = packing.unpack(weight, torch.float32).split(form.columns, 1)
+        repacked = torch.cat([packed_parameter(x, WeightPacking(x.shape, form)) for x in slices], 1)
+    module.weight = nn.Parameter(repacked, False)
+    start = mesh.get_local_rank() * form.columns
+    module.packings["weight"] = replace(packing, form=form, start=start)
     if isinstance(module, LoraLayer) and module.lora_form is not None:
         module.lora_form = (module.lora_form[0], form.columns, form.bits, form.double)

@@ -1,8 +1,9 @@
-"""Random numbers under tensor parallelism: the same where every rank has the same tensor, others where it has a part.
+"""Random numbers under tensor parallelism: equal for replicated tensors, distinct for shards.
 
-The default generator of a device runs in step on the ranks of the axis (they are seeded alike). A region that has a
-part of something draws from a stream of its own, which the state of the default generator and the rank make: so a block
-that is computed again, for which torch puts that state back, draws the same once more.
+The default generators of a device are seeded alike on the ranks of the axis and stay in step. A
+region that computes on shards draws from its own stream, derived from the state of the default
+generator and the rank. torch restores that state for a recomputed block, which therefore draws the
+same numbers again.
 """
 
 from __future__ import annotations
@@ -20,16 +21,20 @@ from torch.distributed.tensor import DTensor, Replicate
 from shardwise.core.compat.torch_private import unset_fake_temporarily
 from shardwise.parallel.tensor.local import to_local, wrap
 
-STEP = 4  # by how much a CUDA generator's offset may move
+STEP = 4  # CUDA generators take offsets that are multiples of 4
 
 
 @contextmanager
 def own_stream(mesh: DeviceMesh) -> Iterator[None]:
-    """Within it the default generator's numbers are this rank's own; it moves on by the same amount on every rank."""
+    """Within it the default generator yields numbers of this rank's own.
+
+    Afterwards the generator has advanced by the same amount on every rank.
+    """
     rank = mesh.get_local_rank() + 1
     if mesh.device_type == "cuda":  # the state is on the host: nothing waits for the device
         generator = torch.cuda.default_generators[torch.cuda.current_device()]
-        seed, offset = generator.initial_seed(), generator.get_offset()
+        seed = generator.initial_seed()
+        offset = generator.get_offset()
         generator.manual_seed(_mixed(seed, offset, rank))
         try:
             yield
@@ -37,7 +42,7 @@ def own_stream(mesh: DeviceMesh) -> Iterator[None]:
             generator.manual_seed(seed)
             generator.set_offset(offset + STEP)
         return
-    with unset_fake_temporarily():  # a rehearsal draws numbers, but none that matter
+    with unset_fake_temporarily():  # a rehearsal draws numbers, but their values do not matter
         seed = int(torch.empty((), dtype=torch.int64).random_())
     state = torch.get_rng_state()
     torch.default_generator.manual_seed(_mixed(seed, 0, rank))
@@ -53,31 +58,33 @@ def _mixed(seed: int, offset: int, rank: int) -> int:
 
 @contextmanager
 def local_dropout(mesh: DeviceMesh) -> Iterator[None]:
-    """Within it torch's dropout on DTensors draws so."""
-    own = F.dropout
-    F.dropout = partial(_dropout, mesh, own)
+    """Within it torch's dropout on sharded DTensors draws from the rank's own stream."""
+    original = F.dropout
+    F.dropout = partial(_dropout, mesh, original)
     try:
         yield
     finally:
-        F.dropout = own
+        F.dropout = original
 
 
 def _dropout(
     mesh: DeviceMesh,
-    plain: Callable[..., Any],
+    original: Callable[..., Any],
     x: Any,
     p: float = 0.5,
     training: bool = True,
     inplace: bool = False,
 ) -> Any:
-    if not isinstance(x, DTensor) or not training or p == 0:
-        return x if isinstance(x, DTensor) else plain(x, p, training, inplace)
-    (where,) = x.placements
-    if where.is_partial():
-        where = Replicate()
-        x = x.redistribute(placements=[where])
-    local = to_local(x, where)
-    if where.is_replicate():
-        return wrap(plain(local, p, training), mesh, where, x.shape)
+    if not isinstance(x, DTensor):
+        return original(x, p, training, inplace)
+    if not training or p == 0:
+        return x
+    (placement,) = x.placements
+    if placement.is_partial():
+        placement = Replicate()
+        x = x.redistribute(placements=[placement])
+    local = to_local(x, placement)
+    if placement.is_replicate():
+        return wrap(original(local, p, training), mesh, placement, x.shape)
     with own_stream(mesh):
-        return wrap(plain(local, p, training), mesh, where, x.shape)
+        return wrap(original(local, p, training), mesh, placement, x.shape)
