@@ -84,7 +84,7 @@ def test_programs_that_lose_a_message_or_send_too_early_are_found() -> None:
         run_blocked((first, last[:-1]), (0, 1))
     with pytest.raises(ValueError, match="before it computed it"):
         run_blocked((first[1::-1] + first[2:], last), (0, 1))
-    with pytest.raises(ValueError, match="before Message.* arrived"):
+    with pytest.raises(ValueError, match=r"before Message.* arrived"):
         run_blocked((first, last[1::-1] + last[2:]), (0, 1))
 
 

@@ -128,7 +128,7 @@ class _Pending:
 
 
 class StageComm:
-    """The messages of one step of one rank; `known` are the ports of boundaries, kept between steps."""
+    """The messages of one step of one rank; `known` are boundaries' ports, kept between steps."""
 
     def __init__(
         self,

@@ -1,5 +1,4 @@
-"""What each rank of a pipeline does in a step: its actions, and between them the messages it
-exchanges.
+"""What each rank of a pipeline does in a step: actions, and the messages exchanged between them.
 
 [Note: one order of messages] An NCCL send or receive occupies the device until its partner arrives,
 and the host may have to wait for its device at any call (the first launch of a kernel loads it, an
@@ -25,7 +24,7 @@ DURATIONS = {"forward": 1.0, "backward": 2.0, "input": 1.0, "weight": 1.0}
 
 
 class Message(NamedTuple):
-    """What one chunk computes for another: hidden states in the forward, their gradients in the backward."""
+    """What one chunk computes for another: hidden states, or their gradients."""
 
     way: Way
     chunk: int  # that needs it
@@ -90,11 +89,10 @@ def _program(timeline: list[tuple[float, int, Action | Message]]) -> Iterator[Ac
 
 
 def run_blocked(programs: Sequence[Program], owners: Sequence[int]) -> None:
-    """Runs programs on paper where each exchange blocks its rank until all partners have reached
-    theirs.
+    """Runs programs on paper; each exchange blocks its rank until all partners reach theirs.
 
-    This is the worst that NCCL and a host that waits for its device can do. Raises ValueError if
-    ranks wait for ever, or if an action runs before what it needs has arrived.
+    That is the worst that NCCL and a host that waits for its device can do. Raises ValueError if
+    ranks wait for ever, or if an action runs before its input has arrived.
     """
     position = [0] * len(programs)
     reached: dict[Message, set[int]] = {}

@@ -36,8 +36,8 @@ Compute = Callable[[Any, Any], Any]
 class Pipeline:
     """The ranks of a group as one pipeline; all ranks of the run make theirs at the same time.
 
-    `meshes`: those over which the tensors between blocks are divided, if they are. `record`: keep the time of every
-    action of the latest step in `spans`.
+    `meshes` are those over which tensors between blocks are sharded. With `record`, the times of
+    the latest step's actions are in `spans`.
     """
 
     def __init__(
@@ -68,12 +68,12 @@ class Pipeline:
         to_backward: Callable[[Any], torch.Tensor],
         before_backward: Callable[[int, bool], None] = lambda chunk, last: None,
     ) -> list[Any]:
-        """Forward and backward of all micro-batches; on the last stage what `compute` returned,
-        detached; else [].
+        """Forward and backward of all micro-batches.
 
-        `before_backward` is told the chunk and whether it is its last backward in this step (of split backwards it is
-        told when all are done, since weights may be left). Gradients of what several
-        stages share are not summed yet: `stages.sum_shared_gradients()`.
+        Returns what `compute` returned, detached, on the last stage, and [] on the others.
+        `before_backward` gets the chunk and whether this is its last backward of the step (with
+        split backwards: once, after all). Gradients of parameters that several stages share are
+        not summed yet: `stages.sum_shared_gradients()`.
         """
         if self.schedule.splits and not self._checked:  # now that the model is sharded, if it is
             check_split(self.stages.model, self.stages.blocks)
@@ -250,7 +250,7 @@ class _Step:
             self._comm.send_back(chunk - 1, micro, gradients)
 
     def _announce(self, action: Action) -> None:
-        """Tells the loop, and FSDP, which forgets what it knows of forwards under way in what it takes for the last."""
+        """Tells the loop, and FSDP, which drops its state of forwards after the last backward."""
         self._left[action.chunk] -= 1
         model: Any = self._stages.model
         if isinstance(model, FSDPModule):
