@@ -30,7 +30,7 @@ from shardwise.nn.tiled_mlp import tile_blocks
 from shardwise.nn.tiny.case import CannotParallelize, TinyCase, tiny_case
 from shardwise.observe.breakdown import OFF, Timer
 from shardwise.parallel.activations.block_inputs import BlockInputs
-from shardwise.parallel.activations.recompute_groups import keep_one_of
+from shardwise.parallel.activations.recompute_groups import save_inputs_by_group
 from shardwise.parallel.activations.saved_attention import SavedAttention
 from shardwise.parallel.context.install import install_context
 from shardwise.parallel.expert.apply import count_loads, spread_experts
@@ -289,7 +289,7 @@ def recompute_activations(a: Assembly) -> str | None:
     if inputs is not None:
         inputs.attach(blocks[: offloaded : a.run.recompute_group])
     if a.run.recompute_group > 1:
-        keep_one_of(blocks, a.run.recompute_group, inputs, saved)
+        save_inputs_by_group(blocks, a.run.recompute_group, inputs, saved)
     a.saved_attention = saved
     return f"{len(blocks)} blocks"
 
