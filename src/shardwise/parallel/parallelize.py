@@ -36,7 +36,7 @@ from shardwise.parallel.context.install import install_context
 from shardwise.parallel.expert.apply import count_loads, spread_experts
 from shardwise.parallel.offload.parameters import stub_out
 from shardwise.parallel.offload.pinned_memory import return_freed_memory
-from shardwise.parallel.offload.policy import float8_gathers, stays_unsharded, split_in, store_in_bf16
+from shardwise.parallel.offload.policy import float8_gathers, is_unsharded, split_in, store_in_bf16
 from shardwise.parallel.parallel_context import ParallelContext
 from shardwise.parallel.pipeline import Pipeline, Stages, cut_model, probe
 from shardwise.parallel.pipeline.cut import sizes_of
@@ -324,7 +324,7 @@ def fully_shard_blocks(a: Assembly) -> str | None:
         a.comm = a.choose_comm(a.model, a.blocks)
     shard_model(
         a.model, a.blocks, a.world.mesh, a.run.parallel.zero, a.run.precision, a.comm.bucket,
-        stays_unsharded(a.run, a.world), a.comm.together, a.run.parallel.reduce_dtype,
+        is_unsharded(a.run, a.world), a.comm.together, a.run.parallel.reduce_dtype,
     )  # fmt: skip
     replicas, shards = a.world.mesh.size(0), a.world.mesh.size(1)
     return f"ZeRO-{a.run.parallel.zero} over {shards} ranks, {replicas} replicas, {a.run.precision}"

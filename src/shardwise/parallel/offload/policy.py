@@ -38,7 +38,7 @@ def split_in(run: Run) -> bool:
     return splits_masters(run.offload, run.precision, run.train.master_weights)
 
 
-def stays_unsharded(run: Run, world: World) -> bool:
+def is_unsharded(run: Run, world: World) -> bool:
     """Whether FSDP has nothing to do: one rank trains the bf16 weights that it computes with."""
     return world.size == 1 and _allows_unsharded(run)
 
@@ -187,7 +187,7 @@ def held_by_place(
     frozen = frozen_bytes / (shard if run.parallel.zero == 3 else 1)
     sharded = parameters / (shard if run.parallel.zero else 1)
     predicted = predicted_bytes(parameters, run.parallel.zero, shard, run.precision)
-    if shard == 1 and run.ranks == 1 and _allows_unsharded(run):  # see stays_unsharded
+    if shard == 1 and run.ranks == 1 and _allows_unsharded(run):  # see is_unsharded
         accumulated = run.train.batch_size > int(run.train.micro_batch_size)
         predicted["parameters"] = 0.0
         predicted["gradients"] = (4 if accumulated else 2) * parameters

@@ -126,7 +126,7 @@ def describe_collectives(
     return "".join(f"; {words}" for words in said)
 
 
-def held_besides(
+def extra_bytes(
     parallel: Parallel, shard: int, local: int, parameters: int, frozen_bytes: int, precision: str
 ) -> dict[str, float]:
     """Bytes of device memory that a rank gives to ZeRO++, by kind, with `local` ranks on each host.
