@@ -44,9 +44,14 @@ from shardwise.parallel.pipeline.schedule import schedule_of
 from shardwise.parallel.routers.install import install_routers
 from shardwise.parallel.tensor.apply import divide_tensor
 from shardwise.parallel.tensor.roles import find_roles
-from shardwise.parallel.zero.overlap import CommSettings, given, install_overlap
+from shardwise.parallel.zero.overlap import CommSettings, install_overlap, requested_comm
 from shardwise.parallel.zero.plusplus import install_collectives
-from shardwise.parallel.zero.stages import ShardedModel, shard_experts, shard_model
+from shardwise.parallel.zero.stages import (
+    ShardedModel,
+    ShardOptions,
+    shard_experts,
+    shard_model,
+)
 
 Blocks = list[tuple[str, nn.Module]]
 Materialise = Callable[[Any, torch.device], None]
@@ -86,7 +91,7 @@ class Assembly:
     def __post_init__(self) -> None:
         self.blocks = find_blocks(self.model)
         self.context = ParallelContext(self.world)
-        self.comm = given(self.run.parallel)
+        self.comm = requested_comm(self.run.parallel)
 
     @cached_property
     def case(self) -> TinyCase:
@@ -322,10 +327,13 @@ def fully_shard_blocks(a: Assembly) -> str | None:
     """ZeRO on FSDP2: blocks (or what fits a bucket), then the rest."""
     if a.choose_comm is not None:
         a.comm = a.choose_comm(a.model, a.blocks)
-    shard_model(
-        a.model, a.blocks, a.world.mesh, a.run.parallel.zero, a.run.precision, a.comm.bucket,
-        is_unsharded(a.run, a.world), a.comm.together, a.run.parallel.reduce_dtype,
-    )  # fmt: skip
+    options = ShardOptions(
+        a.comm.bucket,
+        a.comm.together,
+        is_unsharded(a.run, a.world),
+        a.run.parallel.reduce_dtype,
+    )
+    shard_model(a.model, a.blocks, a.world.mesh, a.run.parallel.zero, a.run.precision, options)
     replicas, shards = a.world.mesh.size(0), a.world.mesh.size(1)
     return f"ZeRO-{a.run.parallel.zero} over {shards} ranks, {replicas} replicas, {a.run.precision}"
 

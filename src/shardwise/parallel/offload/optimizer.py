@@ -239,12 +239,11 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         if self._gradient_buffer is not None:
             total = self._gradient_buffer.add(parameter, local_of(gradient), last)
         else:
-            total = self._gradients.get(parameter)
-            if total is None:
-                total = gradient
-                self._gradients[parameter] = gradient
+            if parameter in self._gradients:
+                local_of(self._gradients[parameter]).add_(local_of(gradient))
             else:
-                local_of(total).add_(local_of(gradient))
+                self._gradients[parameter] = gradient
+            total = self._gradients[parameter]
         if self._on_complete is not None and last:
             self._complete(parameter, total)
 

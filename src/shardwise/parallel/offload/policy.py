@@ -194,7 +194,7 @@ def held_by_place(
     if run.train.optimizer_in_backward:
         predicted["gradients"] = 0.0
     weights = "device" if offload.parameters == "none" else offload.parameters
-    states = "device" if offload.optimizer == "none" else offload.optimizer
+    states: str = "device" if offload.optimizer == "none" else offload.optimizer
     share = 1.0  # of the states at `states`
     if states != "device":
         if offload.ratio != "auto":
