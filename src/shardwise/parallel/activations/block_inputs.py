@@ -298,7 +298,7 @@ class _HostBuffers:
         leaving.on_device = None
 
     def fetch(self, saved: _SavedInput) -> None:
-        """Starts the copy back, unless it is under way or the input has not left yet."""
+        """Starts the copy back, unless it has started or the input is still on the device."""
         if saved.on_device is not None or saved.device.type != "cuda":
             return
         assert self._in is not None and saved.on_host is not None and saved.copied_out is not None

@@ -32,7 +32,7 @@ FREE_SPACE = "free some space or choose a folder on another disk"
 
 @dataclass(frozen=True)
 class DiskTransfer:
-    """A read or write under way."""
+    """A read or write in progress."""
 
     parts: tuple[Future[None], ...]
 

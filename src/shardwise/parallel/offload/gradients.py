@@ -105,7 +105,7 @@ class GradientOffloadBuffer:
 
     @property
     def held(self) -> int:
-        """Bytes of host memory."""
+        """Bytes of host memory that gradients and buffers take."""
         total = sum(buffer.numel() for buffer, _ in self._ring)
         for region in self._regions.values():
             if region.buffer is not None:

@@ -60,10 +60,12 @@ class Page:
 
     @property
     def size(self) -> int:
+        """Bytes of a buffer that holds the page."""
         return self.offset_of(len(self.regions))
 
     @property
     def has_files(self) -> bool:
+        """Whether any region is in a file."""
         return any(region.file is not None for region in self.regions)
 
     def offset_of(self, index: int) -> int:

@@ -45,6 +45,7 @@ class OffloadedShard:
 
     @property
     def size(self) -> int:
+        """Bytes of the padded shard."""
         return torch.Size(self.padded).numel() * self.parameter.dtype.itemsize
 
 
@@ -120,7 +121,7 @@ class ParameterOffload:
 
     @property
     def held(self) -> int:
-        """Bytes of host memory."""
+        """Bytes of host memory that shards and buffers take."""
         total = sum(buffer.numel() for buffer in self._ring)
         for unit in self.units:
             if unit.home.buffer is not None:

@@ -54,6 +54,7 @@ class OffloadPiece:
 
     @property
     def elements(self) -> int:
+        """Elements of all segments together."""
         return sum(s.shape.numel() for s in self.segments)
 
     def blob(self) -> torch.Tensor:

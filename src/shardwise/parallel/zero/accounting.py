@@ -60,7 +60,10 @@ def held_bytes(sharded: ShardedModel, optimizer: torch.optim.Optimizer) -> dict[
             continue
         for group in parameter_groups(unit):
             for fp in group.fsdp_params:
-                (masters if fp.sharded_param.requires_grad else frozen).append(fp.sharded_param)
+                if fp.sharded_param.requires_grad:
+                    masters.append(fp.sharded_param)
+                else:
+                    frozen.append(fp.sharded_param)
                 working += fp.all_gather_outputs
                 gradients += [fp.sharded_param.grad, fp.unsharded_accumulated_grad]
                 unsharded = unsharded_parameter(fp)
@@ -85,8 +88,9 @@ def _storage(tensors: list[Any]) -> int:
     for tensor in tensors:
         if tensor is None:
             continue
-        local = local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
-        storage = local.untyped_storage()
+        if isinstance(tensor, DTensor):
+            tensor = local_tensor(tensor)
+        storage = tensor.untyped_storage()
         seen[storage_key(storage)] = storage.nbytes()
     return sum(seen.values())
 

@@ -112,9 +112,12 @@ def describe_collectives(
     elif float8 and shard > 1:
         notes.append("gathers the weights of fp8 layers as fp8")
     if parallel.quantize_gradients and shard > 1:
-        width = "in 4 bits between nodes, 8 within" if _node_of(shard, local) > 1 else "in 4 bits"
-        feedback = ", adding what rounding lost" if parallel.error_feedback is not False else ""
-        notes.append(f"reduces {width}{feedback} (qgZ)")
+        note = "reduces in 4 bits"
+        if _node_of(shard, local) > 1:
+            note += " between nodes, 8 within"
+        if parallel.error_feedback is not False:
+            note += ", adding what rounding lost"
+        notes.append(f"{note} (qgZ)")
     size = parallel.hpz_size
     if size == shard:
         notes.append(

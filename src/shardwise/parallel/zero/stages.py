@@ -74,10 +74,12 @@ class ShardedModel:
 
     @property
     def device(self) -> torch.device:
+        """The device of this rank's parameters."""
         return next(iter(self.parameters.values())).device
 
     @property
     def data_parallel_size(self) -> int:
+        """Ranks that train on different data: replicas times shards."""
         return self.mesh.size()
 
     def prepare_micro_batch(self, last: bool) -> None:
@@ -166,7 +168,7 @@ class ShardedModel:
         return norm.float()
 
     def sum_up(self, figures: torch.Tensor, group: dist.ProcessGroup | None = None) -> None:
-        """Sums a few figures over the ranks, timed: late ranks are waited for here."""
+        """Sums a few figures over the ranks; the timer measures the wait for late ranks."""
         with self.timer.meeting(dist.get_world_size(group)):
             dist.all_reduce(figures, group=group)
 

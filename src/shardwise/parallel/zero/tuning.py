@@ -53,11 +53,11 @@ class MeasuredLink:
     latency: float
 
     def seconds(self, gathered: float) -> float:
-        """Seconds of a gather of so many bytes in all."""
+        """Seconds of a gather of `gathered` bytes in total."""
         return (self.ranks - 1) * (self.latency + gathered / self.ranks / self.bandwidth)
 
     def waits(self, gathered: float) -> float:
-        """Latency as a share of the transfer."""
+        """A gather's latency as a share of its transfer time."""
         return self.latency * self.ranks * self.bandwidth / gathered
 
 
@@ -196,8 +196,9 @@ def _blocks(run: Run, model: nn.Module, blocks: list[tuple[str, nn.Module]]) -> 
         gathered = 0
         for p in block.parameters():
             elements += p.numel()
-            if p not in plain:
-                gathered += p.numel() * (itemsize if p.is_floating_point() else p.element_size())
+            if p in plain:
+                continue
+            gathered += p.numel() * (itemsize if p.is_floating_point() else p.element_size())
         sizes.append((gathered, 2 * tokens * elements))
     gathered, flops = sorted(sizes)[len(sizes) // 2] if sizes else (0, 0)
     return Blocks(len(sizes), float(gathered), float(flops))
