@@ -25,11 +25,11 @@ def with_and_without(runs: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
     """Each run, and once more with nothing kept, so that the same operator computes attention again."""
     from shardwise.parallel.activations import saved_attention as module
 
-    keep, found = module._First.keep, []
+    keep, found = module._Recording.keep, []
     for run in runs:
-        module._First.keep = keep  # type: ignore[method-assign]
+        module._Recording.keep = keep  # type: ignore[method-assign]
         first = gradients([run])[0]
-        module._First.keep = lambda *_: None  # type: ignore[method-assign, assignment, misc]
+        module._Recording.keep = lambda *_: None  # type: ignore[method-assign, assignment, misc]
         found.append([first, gradients([run])[0]])
     return found
 

@@ -12,7 +12,7 @@ from support.tiny import tiny_run
 from torch import nn
 
 from shardwise.optim.rules import RULES
-from shardwise.parallel.offload.optimizer import OffloadedOptimizer
+from shardwise.parallel.offload.optimizer import OffloadedOptimizer, StatePlacement
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -50,9 +50,8 @@ def _updated(device: torch.device, pieces: int, cycles: int) -> torch.Tensor:
     parameter = nn.Parameter(torch.randn(elements, generator=draw).to(device))
     group = {"params": [parameter], "weight_decay": 0.0}
     defaults = {"lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-8}
-    optimizer = OffloadedOptimizer(
-        [group], {"weight": parameter}, RULES["adamw"], "fp32", defaults, device, piece=elements // pieces
-    )
+    placement = StatePlacement(device, piece=elements // pieces)
+    optimizer = OffloadedOptimizer([group], {"weight": parameter}, RULES["adamw"], "fp32", defaults, placement)
     gradients = [torch.randn(elements, generator=draw).to(device) for _ in range(6)]
     for step, gradient in enumerate(gradients):
         parameter.grad, scale = gradient, torch.full((), 0.1 * (step + 1), device=device)

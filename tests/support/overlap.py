@@ -33,18 +33,18 @@ def each(runs: dict[Any, dict[str, Any]]) -> dict[Any, dict[str, Any]]:
 def steps(run: dict[str, Any], count: int = 3) -> dict[str, Any]:
     """A few steps by hand: losses, final shards, the events of the last step and how many reductions were left."""
     from shardwise.nn.models.build import find_blocks
-    from shardwise.parallel.zero.overlap import _UnderWay
+    from shardwise.parallel.zero.overlap import _PendingReductions
     from shardwise.train.loop import accumulate, seed_step
 
     parts = parts_of(run)
     left: list[int] = []
-    plain = _UnderWay.add
+    plain = _PendingReductions.add
 
     def add(self: Any, *args: Any) -> None:
         plain(self, *args)
         left.append(len(self._works))
 
-    _UnderWay.add = add  # type: ignore[method-assign]
+    _PendingReductions.add = add  # type: ignore[method-assign]
     losses, seen = [], _Seen()
     try:
         for name, block in find_blocks(parts.sharded.model):
@@ -59,7 +59,7 @@ def steps(run: dict[str, Any], count: int = 3) -> dict[str, Any]:
             parts.optimizer.step()
             parts.optimizer.zero_grad()
     finally:
-        _UnderWay.add = plain  # type: ignore[method-assign]
+        _PendingReductions.add = plain  # type: ignore[method-assign]
     final = {n: p.to_local().clone() for n, p in parts.sharded.parameters.items()}
     return {"losses": losses, "final": final, "events": list(seen.events), "left": left}
 

@@ -253,7 +253,7 @@ def norm_at_stage(stage: int) -> dict[str, float]:
         whole = 1e-3 * torch.randn(parameter.shape, generator=made)
         exact += whole.double().square().sum().item()
         parameter.grad = distribute_tensor(whole, parameter.device_mesh, parameter.placements)
-        update._known(parameter, parameter.grad)
+        update._record_norm(parameter, parameter.grad)
     eager = update._eager_norm().item()
     norm = sharded.clip(0.5).item()
     return {"exact": exact**0.5, "eager": eager, "norm": norm, "clipped": sharded.clip(None).item()}

@@ -30,13 +30,13 @@ from shardwise.nn.tiled_mlp import tile_blocks
 from shardwise.nn.tiny.case import CannotParallelize, TinyCase, tiny_case
 from shardwise.observe.breakdown import OFF, Timer
 from shardwise.parallel.activations.block_inputs import BlockInputs
-from shardwise.parallel.activations.recompute_groups import keep_one_of
+from shardwise.parallel.activations.recompute_groups import save_inputs_by_group
 from shardwise.parallel.activations.saved_attention import SavedAttention
 from shardwise.parallel.context.install import install_context
 from shardwise.parallel.expert.apply import count_loads, spread_experts
 from shardwise.parallel.offload.parameters import stub_out
 from shardwise.parallel.offload.pinned_memory import return_freed_memory
-from shardwise.parallel.offload.policy import float8_gathers, keeps_whole, split_in, store_in_bf16
+from shardwise.parallel.offload.policy import float8_gathers, is_unsharded, split_in, store_in_bf16
 from shardwise.parallel.parallel_context import ParallelContext
 from shardwise.parallel.pipeline import Pipeline, Stages, cut_model, probe
 from shardwise.parallel.pipeline.cut import sizes_of
@@ -44,9 +44,14 @@ from shardwise.parallel.pipeline.schedule import schedule_of
 from shardwise.parallel.routers.install import install_routers
 from shardwise.parallel.tensor.apply import divide_tensor
 from shardwise.parallel.tensor.roles import find_roles
-from shardwise.parallel.zero.overlap import CommSettings, given, install_overlap
+from shardwise.parallel.zero.overlap import CommSettings, install_overlap, requested_comm
 from shardwise.parallel.zero.plusplus import install_collectives
-from shardwise.parallel.zero.stages import ShardedModel, shard_experts, shard_model
+from shardwise.parallel.zero.stages import (
+    ShardedModel,
+    ShardOptions,
+    shard_experts,
+    shard_model,
+)
 
 Blocks = list[tuple[str, nn.Module]]
 Materialise = Callable[[Any, torch.device], None]
@@ -86,7 +91,7 @@ class Assembly:
     def __post_init__(self) -> None:
         self.blocks = find_blocks(self.model)
         self.context = ParallelContext(self.world)
-        self.comm = given(self.run.parallel)
+        self.comm = requested_comm(self.run.parallel)
 
     @cached_property
     def case(self) -> TinyCase:
@@ -289,7 +294,7 @@ def recompute_activations(a: Assembly) -> str | None:
     if inputs is not None:
         inputs.attach(blocks[: offloaded : a.run.recompute_group])
     if a.run.recompute_group > 1:
-        keep_one_of(blocks, a.run.recompute_group, inputs, saved)
+        save_inputs_by_group(blocks, a.run.recompute_group, inputs, saved)
     a.saved_attention = saved
     return f"{len(blocks)} blocks"
 
@@ -322,10 +327,13 @@ def fully_shard_blocks(a: Assembly) -> str | None:
     """ZeRO on FSDP2: blocks (or what fits a bucket), then the rest."""
     if a.choose_comm is not None:
         a.comm = a.choose_comm(a.model, a.blocks)
-    shard_model(
-        a.model, a.blocks, a.world.mesh, a.run.parallel.zero, a.run.precision, a.comm.bucket,
-        keeps_whole(a.run, a.world), a.comm.together, a.run.parallel.reduce_dtype,
-    )  # fmt: skip
+    options = ShardOptions(
+        a.comm.bucket,
+        a.comm.together,
+        is_unsharded(a.run, a.world),
+        a.run.parallel.reduce_dtype,
+    )
+    shard_model(a.model, a.blocks, a.world.mesh, a.run.parallel.zero, a.run.precision, options)
     replicas, shards = a.world.mesh.size(0), a.world.mesh.size(1)
     return f"ZeRO-{a.run.parallel.zero} over {shards} ranks, {replicas} replicas, {a.run.precision}"
 

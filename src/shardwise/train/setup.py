@@ -47,11 +47,11 @@ from shardwise.parallel.offload.policy import (
 from shardwise.parallel.parallel_context import ParallelContext
 from shardwise.parallel.parallelize import parallelize
 from shardwise.parallel.selfcheck import CallsWhole, UnshardedModel, check_documents
-from shardwise.parallel.zero.overlap import CommSettings, given
+from shardwise.parallel.zero.overlap import CommSettings, requested_comm
 from shardwise.parallel.zero.stages import ShardedModel
 from shardwise.parallel.zero.timed_collectives import watch_collectives
 from shardwise.parallel.zero.tuning import tune
-from shardwise.parallel.zero.units import explain_divided
+from shardwise.parallel.zero.units import explain_shard_access
 from shardwise.parallel.zero.update import Update
 from shardwise.resolved_run import ResolvedRun
 from shardwise.train.describe import changed_settings
@@ -218,7 +218,8 @@ def _check_model(
     """Checks the built model by its own definition; returns whether packed rows bring their documents."""
     run = job.run
     vocabulary = vocabulary_size(asked.model)
-    with explain_divided(given(run.parallel).bucket), as_written(run.compiled):
+    bucket = requested_comm(run.parallel).bucket
+    with explain_shard_access(bucket), as_written(run.compiled):
         documents = check_documents(asked, vocabulary, job, asked.device, say)
     if not (documents or run.recompute_attention):
         problem = (

@@ -80,7 +80,7 @@ def with_and_without(run: dict[str, Any]) -> list[dict[str, Any]]:
     from shardwise.parallel.activations import saved_attention as module
 
     first = gradients([run])[0]
-    module._First.keep = lambda *_: None  # type: ignore[method-assign, assignment, misc]
+    module._Recording.keep = lambda *_: None  # type: ignore[method-assign, assignment, misc]
     return [first, gradients([run])[0]]
 
 

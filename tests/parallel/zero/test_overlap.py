@@ -155,8 +155,8 @@ def test_sums_over_no_ranks_have_no_type(ranks: int, parallel: dict[str, Any]) -
      '{"of": [2], "sending": {"together": 1, "prefetch": 1}, "why": "x"}'],
 )  # fmt: skip
 def test_a_choice_that_cannot_be_read_is_made_anew(text: str, tmp_path: Path) -> None:
-    assert tuning._kept(tmp_path, [1]) is None and tuning._kept(None, [1]) is None
+    assert tuning._saved_choice(tmp_path, [1]) is None and tuning._saved_choice(None, [1]) is None
     (tmp_path / tuning.FILE).write_text(text)
-    assert tuning._kept(tmp_path, [1]) is None
+    assert tuning._saved_choice(tmp_path, [1]) is None
     (tmp_path / tuning.FILE).write_text('{"of": [1], "sending": {"together": 2, "prefetch": 3}, "why": "x"}')
-    assert tuning._kept(tmp_path, [1]) == (CommSettings(None, 2, 3), "x (as before)")
+    assert tuning._saved_choice(tmp_path, [1]) == (CommSettings(None, 2, 3), "x (as before)")

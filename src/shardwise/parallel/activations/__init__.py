@@ -1,1 +1,1 @@
-"""What recomputation saves, and where: ZeRO-R."""
+"""What activation checkpointing saves, and where: ZeRO-R."""

@@ -1,1 +1,1 @@
-"""Optimizer states, parameters and gradients in host memory or on disk: ZeRO-Offload and ZeRO-Infinity."""
+"""States off the device, in host memory or on disk: optimizer states, gradients, parameters."""

@@ -1,4 +1,7 @@
-"""Offloaded states in checkpoints: names, shapes and shards as without offload, read and written by rows."""
+"""Checkpoint entries of offloaded states: the same names, shapes and shards as without offload.
+
+They are read and written row by row.
+"""
 
 from __future__ import annotations
 
@@ -14,81 +17,77 @@ from shardwise.optim.shards import local_of
 from shardwise.optim.split_master import join, split_
 from shardwise.parallel.offload.optimizer import OffloadedOptimizer
 from shardwise.parallel.offload.parameters import ParameterOffload
-from shardwise.parallel.offload.pieces import OffloadPiece, ShardSegment, at, overlaps
+from shardwise.parallel.offload.pieces import OffloadPiece, ShardSegment, overlaps, view_at
 
 Segments = list[tuple[OffloadPiece, ShardSegment]]
-JOINED = (
-    4 << 20
-)  # elements of a split master that are put together at a time: the device may be full
+JOIN_ELEMENTS = 4 << 20  # of a split master, joined at a time: the device may be full
 
 
 def entries(optimizer: OffloadedOptimizer, model: nn.Module | None = None) -> dict[str, Any]:
-    """Every state as `optimizer.<parameter>.<state>`; parameters that are not whole on the device as `model.<…>`.
+    """Every state as `optimizer.<parameter>.<state>`, and `masters` as `model.<parameter>`.
 
-    With the model, frozen ones too.
+    With the model, frozen parameters too.
     """
     optimizer.finish()
-    found: dict[str, Any] = {
-        f"model.{name}": rows for name, rows in masters(optimizer, model).items()
-    }
+    result: dict[str, Any] = {}
+    for name, rows in masters(optimizer, model).items():
+        result[f"model.{name}"] = rows
     for parameter, name, segments in _segments(optimizer):
-        found[f"optimizer.{name}.step"] = _step(optimizer)
+        result[f"optimizer.{name}.step"] = _step(optimizer)
         for state in optimizer.rule.states:
             for part in segments[0][1].parts[state]:
                 key = f"optimizer.{name}.{part_name(state, part)}"
-                found[key] = _state(optimizer, parameter, segments, state, part)
-    return found
+                result[key] = _state(optimizer, parameter, segments, state, part)
+    return result
 
 
 def masters(optimizer: OffloadedOptimizer, model: nn.Module | None = None) -> dict[str, Rows]:
-    """By name, the parameters that are split or not on the device: where their values are read and written.
+    """Readers and writers, by name, of the parameters that are split or not on the device.
 
-    With the model, frozen ones too.
+    With the model, frozen parameters too.
     """
-    if not optimizer.split and optimizer.shelf is None:
+    offload = optimizer.parameter_offload
+    if not optimizer.split and offload is None:
         return {}
-    found = {
-        name: _master(optimizer, parameter, segments)
-        for parameter, name, segments in _segments(optimizer)
-    }
-    if optimizer.shelf is not None and model is not None:
-        found |= {
-            n: _frozen(optimizer.shelf, p)
-            for n, p in model.named_parameters()
-            if not p.requires_grad
-        }
-    return found
+    result = {}
+    for parameter, name, segments in _segments(optimizer):
+        result[name] = _master(optimizer, parameter, segments)
+    if offload is not None and model is not None:
+        for name, parameter in model.named_parameters():
+            if not parameter.requires_grad:
+                result[name] = _frozen(offload, parameter)
+    return result
 
 
-def _frozen(shelf: ParameterOffload, parameter: nn.Parameter) -> Rows:
-    """A parameter that is off the device and that no optimizer knows."""
+def _frozen(offload: ParameterOffload, parameter: nn.Parameter) -> Rows:
+    """A parameter that is off the device and not in the optimizer."""
 
     def write(start: int, rows: torch.Tensor) -> None:
-        shelf.view(parameter)[start : start + len(rows)].copy_(rows)
+        offload.view(parameter)[start : start + len(rows)].copy_(rows)
 
-    mine = tuple(local_of(parameter).shape)
-    whole = outline(parameter, tuple(parameter.shape), mine, parameter.dtype)
-    return Rows(whole, lambda: [shelf.view(parameter)], write)
+    local_shape = tuple(local_of(parameter).shape)
+    full = outline(parameter, tuple(parameter.shape), local_shape, parameter.dtype)
+    return Rows(full, lambda: [offload.view(parameter)], write)
 
 
 def _segments(optimizer: OffloadedOptimizer) -> list[tuple[nn.Parameter, str, Segments]]:
-    return [
-        (
-            parameter,
-            optimizer.names[parameter],
-            [(p, s) for p in pieces for s in p.segments if s.parameter is parameter],
-        )
-        for parameter, pieces in optimizer.of.items()
-    ]
+    result = []
+    for parameter, pieces in optimizer.pieces_of.items():
+        segments: Segments = []
+        for piece in pieces:
+            segments += [(piece, s) for s in piece.segments if s.parameter is parameter]
+        result.append((parameter, optimizer.names[parameter], segments))
+    return result
 
 
 def _step(optimizer: OffloadedOptimizer) -> Rows:
+    def read() -> list[torch.Tensor]:
+        return [torch.tensor(float(optimizer.steps))]
+
     def write(start: int, value: torch.Tensor) -> None:
         optimizer.steps = int(value)
 
-    return Rows(
-        torch.zeros(()), lambda: [torch.tensor(float(optimizer.steps))], write, optimizer.resident
-    )
+    return Rows(torch.zeros(()), read, write, optimizer.resident)
 
 
 def _state(
@@ -99,33 +98,36 @@ def _state(
     part: str,
 ) -> Rows:
     def parts() -> Iterator[torch.Tensor]:
-        return (at(p.blob(), s.parts[state][part]) for p, s in segments)
+        for piece, segment in segments:
+            yield view_at(piece.blob(), segment.parts[state][part])
 
     def write(start: int, rows: torch.Tensor) -> None:
         for piece, segment, target, source in overlaps(segments, start, rows):
-            at(piece.blob(), segment.parts[state][part])[target].copy_(rows[source])
+            view_at(piece.blob(), segment.parts[state][part])[target].copy_(rows[source])
 
     codec = segments[0][1].codecs[state]
-    (whole, dtype), (mine, _) = (
-        codec.shapes(parameter.shape)[part],
-        codec.shapes(local_of(parameter).shape)[part],
-    )
-    return Rows(outline(parameter, whole, mine, dtype), parts, write, optimizer.resident)
+    full_shape, dtype = codec.shapes(parameter.shape)[part]
+    local_shape, _ = codec.shapes(local_of(parameter).shape)[part]
+    full = outline(parameter, full_shape, local_shape, dtype)
+    return Rows(full, parts, write, optimizer.resident)
 
 
 def _master(optimizer: OffloadedOptimizer, parameter: nn.Parameter, segments: Segments) -> Rows:
     def home() -> torch.Tensor:
-        return local_of(parameter) if optimizer.shelf is None else optimizer.shelf.view(parameter)
+        offload = optimizer.parameter_offload
+        return local_of(parameter) if offload is None else offload.view(parameter)
 
     def parts() -> Iterator[torch.Tensor]:
         if not optimizer.split:
             yield home()
             return
         for piece, segment in segments:
-            high, low = home()[segment.start : segment.stop], at(piece.blob(), segment.low)
+            high = home()[segment.start : segment.stop]
+            low = view_at(piece.blob(), segment.low)
             if optimizer.resident is None:
-                high, low = high.cpu(), low.cpu()
-            rows = max(1, JOINED // columns(high.shape))
+                high = high.cpu()
+                low = low.cpu()
+            rows = max(1, JOIN_ELEMENTS // columns(high.shape))
             for start in range(0, len(high), rows):
                 yield join(high[start : start + rows], low[start : start + rows])
 
@@ -135,14 +137,12 @@ def _master(optimizer: OffloadedOptimizer, parameter: nn.Parameter, segments: Se
             return
         for piece, segment, target, source in overlaps(segments, start, rows):
             part = rows[source].float().clone()
-            high, low = (
-                torch.empty_like(part, dtype=torch.bfloat16),
-                torch.empty_like(part, dtype=torch.int16),
-            )
+            high = torch.empty_like(part, dtype=torch.bfloat16)
+            low = torch.empty_like(part, dtype=torch.int16)
             split_(part, high, low)
             home()[segment.start : segment.stop][target].copy_(high)
-            at(piece.blob(), segment.low)[target].copy_(low)
+            view_at(piece.blob(), segment.low)[target].copy_(low)
 
-    mine = tuple(local_of(parameter).shape)
-    whole = outline(parameter, tuple(parameter.shape), mine, torch.float32)
-    return Rows(whole, parts, write, optimizer.resident)
+    local_shape = tuple(local_of(parameter).shape)
+    full = outline(parameter, tuple(parameter.shape), local_shape, torch.float32)
+    return Rows(full, parts, write, optimizer.resident)

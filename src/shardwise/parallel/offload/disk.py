@@ -1,7 +1,8 @@
-"""Files for what does not fit in memory: read and written in parallel, past the page cache where that is possible.
+"""Files for states that do not fit in memory: parallel reads and writes, by direct I/O if possible.
 
-Direct I/O matters for more than speed: the page cache would fill the host's memory with states that are used once a
-step. It asks for aligned offsets, lengths and addresses, so every range here begins and ends on a page.
+Direct I/O matters for more than speed: the page cache would fill the host's memory with states that
+are used once a step. It requires aligned offsets, lengths and addresses, so every range here begins
+and ends on a page.
 """
 
 from __future__ import annotations
@@ -26,30 +27,34 @@ from shardwise.parallel.offload.pinned_memory import aligned
 
 PART = 8 << 20  # bytes of one request
 THREADS = 8
+FREE_SPACE = "free some space or choose a folder on another disk"
 
 
 @dataclass(frozen=True)
 class DiskTransfer:
-    """A read or write under way."""
+    """A read or write in progress."""
 
     parts: tuple[Future[None], ...]
 
     def wait(self) -> None:
-        """Returns when it is done; raises if any part failed."""
+        """Returns when the transfer is done; raises if any part failed."""
         for part in self.parts:
             part.result()
 
 
 class FileInUse(Exception):
-    """Another process works with this file."""
+    """Another process has locked this file."""
 
 
 class DiskFile:
-    """One file of this rank, its whole length reserved at the start, in ranges that begin and end on a page."""
+    """One file of this rank, reserved at full length, in ranges that begin and end on a page."""
 
     def __init__(self, path: Path, size: int, pool: ThreadPoolExecutor) -> None:
-        self.path, self.size, self._pool = path, aligned(size), pool
-        self.bytes_read = self.bytes_written = 0
+        self.path = path
+        self.size = aligned(size)
+        self._pool = pool
+        self.bytes_read = 0
+        self.bytes_written = 0
         path.parent.mkdir(parents=True, exist_ok=True)
         flags = os.O_RDWR | os.O_CREAT
         self.direct = True
@@ -58,25 +63,25 @@ class DiskFile:
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
-            self.direct, self._file = False, os.open(path, flags, 0o600)
-        try:  # held until the process ends, however it ends: two runs in one folder would ruin each other's states
+            self.direct = False
+            self._file = os.open(path, flags, 0o600)
+        try:
+            # Held until the process ends, however it ends: two runs in one folder would overwrite
+            # each other's states.
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             os.close(self._file)
             raise FileInUse(path) from None
         except OSError:
-            pass  # a file system that knows no locks
-        self._closed = weakref.finalize(
-            self, _close, self._file, path
-        )  # at the latest when the interpreter ends
-        os.ftruncate(self._file, 0)  # what a killed run left means nothing
-        if self.size:
-            os.posix_fallocate(
-                self._file, 0, self.size
-            )  # a full disk is found here, before the first step
+            pass  # a file system without locks
+        # Runs at interpreter exit at the latest.
+        self._closed = weakref.finalize(self, _close, self._file, path)
+        os.ftruncate(self._file, 0)  # drops what a killed run left
+        if self.size:  # a full disk is reported now, before the first step
+            os.posix_fallocate(self._file, 0, self.size)
 
     def read(self, offset: int, into: torch.Tensor) -> DiskTransfer:
-        """Starts to fill a page-aligned buffer; the transfer ends when it is full."""
+        """Starts to fill a page-aligned buffer from the file."""
         self.bytes_read += into.numel()
         return self._each_part(os.preadv, offset, into)
 
@@ -86,28 +91,27 @@ class DiskFile:
         return self._each_part(os.pwritev, offset, source, after)
 
     def mapped(self, offset: int, size: int) -> torch.Tensor:
-        """The bytes of a range as a tensor over the file, for filling and for checkpoints; nothing is copied."""
-        whole = torch.from_file(str(self.path), shared=True, size=self.size, dtype=torch.uint8)
-        return whole[offset : offset + size]
+        """A range of the file as a memory-mapped tensor, for initialisation and checkpoints."""
+        file = torch.from_file(str(self.path), shared=True, size=self.size, dtype=torch.uint8)
+        return file[offset : offset + size]
 
     def flush(self) -> None:
-        """Writes what was changed through `mapped` to the file, so that direct reads see it."""
+        """Writes changes made through `mapped` to the file, so that direct reads see them."""
         os.fsync(self._file)
 
     def close(self) -> None:
-        """Closes and removes the file: it means nothing without this process."""
+        """Closes and removes the file: it is of no use to another process."""
         self._closed()
 
     def _each_part(
         self, call: Any, offset: int, buffer: torch.Tensor, after: Any = None
     ) -> DiskTransfer:
         memory = memoryview(buffer.numpy())  # type: ignore[arg-type]
-        return DiskTransfer(
-            tuple(
-                self._pool.submit(self._transfer, call, offset + at, memory[at : at + PART], after)
-                for at in range(0, len(memory), PART)
-            )
-        )
+        parts = []
+        for start in range(0, len(memory), PART):
+            part = memory[start : start + PART]
+            parts.append(self._pool.submit(self._transfer, call, offset + start, part, after))
+        return DiskTransfer(tuple(parts))
 
     def _transfer(self, call: Any, offset: int, memory: memoryview, after: Any) -> None:
         if after is not None:
@@ -117,9 +121,8 @@ class DiskFile:
             try:
                 count = call(self._file, [memory[done:]], offset + done)
             except OSError as error:
-                raise RunFailed(
-                    f"offload.disk: {self.path} failed ({error.strerror or error})"
-                ) from error
+                reason = error.strerror or error
+                raise RunFailed(f"offload.disk: {self.path} failed ({reason})") from error
             if count <= 0:
                 raise RunFailed(f"{self.path} ends early at byte {offset + done}")
             done += count
@@ -132,7 +135,7 @@ def _close(file: int, path: Path) -> None:
 
 
 class DiskFolder:
-    """A rank's working files. They are scratch: a run that resumes fills them again from its checkpoint."""
+    """A rank's working files. They are scratch: a resumed run refills them from its checkpoint."""
 
     def __init__(self, folder: Path, rank: int, ranks: int) -> None:
         self.folder = folder / f"rank-{rank}"
@@ -141,25 +144,22 @@ class DiskFolder:
         self.files: list[DiskFile] = []
 
     def create(self, name: str, size: int) -> DiskFile:
-        """A file of this size; a full or unwritable disk is the user's to mend."""
+        """A file of this size; a full or unwritable disk is the user's to fix."""
         try:
             file = DiskFile(self.folder / name, size, self.pool)
         except FileInUse:
-            raise UserError("offload.disk", str(self.folder.parent), "another run works in this folder",
-                            "end it, or choose another folder") from None  # fmt: skip
+            folder = str(self.folder.parent)
+            problem = "another run works in this folder"
+            remedy = "end it, or choose another folder"
+            raise UserError("offload.disk", folder, problem, remedy) from None
         except OSError as error:
             problem = f"cannot hold {size / 2**30:.2f} GiB of {name} ({error.strerror or error})"
-            raise UserError(
-                "offload.disk",
-                str(self.folder),
-                problem,
-                "free some space or choose a folder on another disk",
-            ) from None
+            raise UserError("offload.disk", str(self.folder), problem, FREE_SPACE) from None
         self.files.append(file)
         return file
 
     def close(self) -> None:
-        """Removes the files."""
+        """Closes and removes all files, and the folder."""
         self.pool.shutdown(wait=True)
         for file in self.files:
             file.close()
@@ -174,7 +174,7 @@ class DiskFolder:
 
 
 def remove_left_overs(folder: Path, first: int = 0) -> None:
-    """Removes the working files of killed ranks, from this one on; not those that a process still works with."""
+    """Removes the working files of killed ranks from `first` on, except locked ones."""
     for rank in folder.glob("rank-*"):
         if not rank.name[5:].isdecimal() or int(rank.name[5:]) < first:
             continue
@@ -183,7 +183,7 @@ def remove_left_overs(folder: Path, first: int = 0) -> None:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 file.unlink()
         _remove_empty(rank)
-    if first == 0:  # else other ranks may be about to make theirs in it
+    if first == 0:  # else other ranks may be about to create theirs in it
         _remove_empty(folder)
 
 
@@ -193,7 +193,7 @@ def _remove_empty(folder: Path) -> None:
 
 
 def check_disk(folder: Path, size: int) -> None:
-    """Before training: the folder can be written and has room for `size` bytes (or holds them already)."""
+    """Raises before training if the folder cannot be written or has no room for `size` bytes."""
     existing = folder
     while not existing.exists():
         existing = existing.parent
@@ -202,17 +202,11 @@ def check_disk(folder: Path, size: int) -> None:
             pass
     except OSError as error:
         problem = f"cannot be written ({error.strerror or error})"
-        raise UserError(
-            "offload.disk", str(folder), problem, "choose a folder you may write to"
-        ) from None
-    # Files that are there are of a run that was killed, or of ranks that were quicker; either way they are used again.
-    there = sum(file.stat().st_size for file in folder.glob("rank-*/*.bin"))
+        remedy = "choose a folder you may write to"
+        raise UserError("offload.disk", str(folder), problem, remedy) from None
+    # Existing files are from a killed run or from faster ranks; either way their space is reused.
+    reusable = sum(file.stat().st_size for file in folder.glob("rank-*/*.bin"))
     free = shutil.disk_usage(existing).free
-    if free + there < size:
+    if free + reusable < size:
         problem = f"has {human(free)} free; the offloaded states take {human(size)}"
-        raise UserError(
-            "offload.disk",
-            str(folder),
-            problem,
-            "free some space or choose a folder on another disk",
-        )
+        raise UserError("offload.disk", str(folder), problem, FREE_SPACE)

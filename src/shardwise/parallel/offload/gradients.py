@@ -1,8 +1,8 @@
-"""Gradients on their way to the update: in the fp32 they were reduced in, and off the device if their parameters are.
+"""Intercepts reduced gradients: in the fp32 they were reduced in, and offloaded with parameters.
 
-FSDP casts a reduced gradient to the parameter's type, so that sums over micro-batches would be rounded to bf16 each
-time. Its all-reduce hook shows the fp32 buffer of a unit just before; each parameter's part of it lies where the cast
-gradient lies in its own buffer, a moment later.
+FSDP casts a reduced gradient to the parameter's type, so that sums over micro-batches would be
+rounded to bf16 each time. Its all-reduce hook exposes the fp32 buffer of a unit just before; each
+parameter's part of it is at the offset of the cast gradient in its own buffer, a moment later.
 """
 
 from __future__ import annotations
@@ -23,15 +23,19 @@ from shardwise.parallel.offload.pieces import OffloadPiece, ShardSegment
 from shardwise.parallel.offload.pinned_memory import aligned, host_buffer, host_buffers
 from shardwise.parallel.zero.stages import ShardedModel
 
-Take = Callable[[nn.Parameter, torch.Tensor], None]
+GradientHook = Callable[[nn.Parameter, torch.Tensor], None]
+FILE_BUFFERS = 3  # in the ring that gradients pass through to a file
 
 
 def take_gradients(
-    units: Sequence[FSDPModule], parameters: Sequence[nn.Parameter], take: Take, exact: bool
+    units: Sequence[FSDPModule],
+    parameters: Sequence[nn.Parameter],
+    take: GradientHook,
+    exact: bool,
 ) -> None:
-    """Calls `take(parameter, gradient)` for every reduced gradient, during backward; `.grad` stays None.
+    """Calls `take(parameter, gradient)` for each reduced gradient in backward; `.grad` stays None.
 
-    `exact` takes it in fp32 before it is cast to the parameter's type.
+    `exact` passes it in fp32, before the cast to the parameter's type.
     """
     latest: list[torch.Tensor] = []
 
@@ -40,16 +44,17 @@ def take_gradients(
 
     def accumulated(parameter: torch.Tensor) -> None:
         assert isinstance(parameter, nn.Parameter) and parameter.grad is not None
-        gradient, parameter.grad = parameter.grad, None
+        gradient = parameter.grad
+        parameter.grad = None
         if exact:
             cast = local_of(gradient)
-            gradient = _sharded_like(
-                latest[0].as_strided(cast.size(), cast.stride(), cast.storage_offset()), parameter
-            )
+            part = latest[0].as_strided(cast.size(), cast.stride(), cast.storage_offset())
+            gradient = _sharded_like(part, parameter)
         take(parameter, gradient)
 
-    for unit in units if exact else []:
-        unit.set_all_reduce_hook(reduced)
+    if exact:
+        for unit in units:
+            unit.set_all_reduce_hook(reduced)
     for parameter in parameters:
         parameter.register_post_accumulate_grad_hook(accumulated)
 
@@ -58,9 +63,13 @@ def _sharded_like(part: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     if not isinstance(parameter, DTensor):
         return part
     return DTensor.from_local(
-        part, parameter.device_mesh, parameter.placements, run_check=False,
-        shape=parameter.shape, stride=parameter.stride(),
-    )  # fmt: skip
+        part,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
 
 
 class GradientOffloadBuffer:
@@ -73,7 +82,9 @@ class GradientOffloadBuffer:
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.seen: set[nn.Parameter] = set()  # parameters that have a gradient in this step
         self._norms: dict[nn.Parameter, torch.Tensor] = {}
-        segments = [s for p in pieces for s in p.segments]
+        segments: list[ShardSegment] = []
+        for piece in pieces:
+            segments += piece.segments
         self._segments: dict[nn.Parameter, list[ShardSegment]] = {}
         for segment in segments:
             self._segments.setdefault(segment.parameter, []).append(segment)
@@ -81,32 +92,33 @@ class GradientOffloadBuffer:
         self._regions: dict[int, Region] = {}
         self._ring: list[tuple[torch.Tensor, list[DiskTransfer]]] = []
         if disk is None:
-            buffers = host_buffers(sizes, device)
-            self._regions = {
-                id(s): Region(b.numel(), b, changes=False)
-                for s, b in zip(segments, buffers, strict=True)
-            }
-        else:
-            file, here = disk.create("gradients.bin", sum(aligned(s) for s in sizes)), 0
-            for segment, size in zip(segments, sizes, strict=True):
-                self._regions[id(segment)] = Region(size, file=file, offset=here, changes=False)
-                here += aligned(size)
-            self._ring = [(host_buffer(aligned(max(sizes)), device), []) for _ in range(3)]
+            for segment, buffer in zip(segments, host_buffers(sizes, device), strict=True):
+                self._regions[id(segment)] = Region(buffer.numel(), buffer, changes=False)
+            return
+        file = disk.create("gradients.bin", sum(map(aligned, sizes)))
+        offset = 0
+        for segment, size in zip(segments, sizes, strict=True):
+            self._regions[id(segment)] = Region(size, file=file, offset=offset, changes=False)
+            offset += aligned(size)
+        for _ in range(FILE_BUFFERS):
+            self._ring.append((host_buffer(aligned(max(sizes)), device), []))
 
     @property
     def held(self) -> int:
-        """Bytes of host memory."""
-        return sum(r.size for r in self._regions.values() if r.buffer is not None) + sum(
-            b.numel() for b, _ in self._ring
-        )
+        """Bytes of host memory that gradients and buffers take."""
+        total = sum(buffer.numel() for buffer, _ in self._ring)
+        for region in self._regions.values():
+            if region.buffer is not None:
+                total += region.size
+        return total
 
     def region(self, segment: ShardSegment) -> Region:
-        """Where a segment's gradient lies."""
+        """The memory or the file range of a segment's gradient."""
         return self._regions[id(segment)]
 
     @torch.no_grad()
     def add(self, parameter: nn.Parameter, gradient: torch.Tensor, last: bool) -> torch.Tensor:
-        """Adds a micro-batch's gradient; returns the sum's norm (a scalar) if it is the last, for whoever asks."""
+        """Adds a micro-batch's gradient; after the last one, returns the norm of the sum."""
         first = parameter not in self.seen
         self.seen.add(parameter)
         squares = []
@@ -115,16 +127,14 @@ class GradientOffloadBuffer:
         for segment in self._segments.get(parameter, []):
             rows = gradient[segment.start : segment.stop].float()
             region = self._regions[id(segment)]
-            rows = (
-                self._to_host(region, rows, first)
-                if region.buffer is not None
-                else self._to_file(region, rows, first)
-            )
+            if region.buffer is not None:
+                rows = self._to_host(region, rows, first)
+            else:
+                rows = self._to_file(region, rows, first)
             if last and not first:
                 squares.append(norm_of(rows).square())
-        if (
-            last and not first
-        ):  # an empty part too: ranks add their norms up, one for each parameter
+        if last and not first:
+            # Of an empty shard too: ranks add up one norm per parameter.
             self._norms[parameter] = torch.stack([norm_of(gradient[:0]), *squares]).sum().sqrt()
         return self._norms[parameter] if last and parameter in self._norms else gradient
 
@@ -147,7 +157,7 @@ class GradientOffloadBuffer:
             _wait(writes)
 
     def clear(self) -> None:
-        """The optimizer has stepped."""
+        """Starts a new step, after the optimizer's."""
         self.seen.clear()
         self._norms.clear()
 
@@ -172,17 +182,17 @@ class GradientOffloadBuffer:
         assert region.file is not None
         buffer, writes = self._ring.pop(0)
         _wait(writes)
-        whole = buffer[: aligned(region.size)]
-        view = whole[: region.size].view(torch.float32).view(rows.shape)
+        pages = buffer[: aligned(region.size)]
+        view = pages[: region.size].view(torch.float32).view(rows.shape)
         if not first:
             self.settle()
-            region.file.read(region.offset, whole).wait()
+            region.file.read(region.offset, pages).wait()
             rows = rows + view.to(rows.device)
         event: Any = None
         view.copy_(rows, non_blocking=True)
         if self.stream is not None:
             event = torch.cuda.current_stream(self.device).record_event()
-        self._ring.append((buffer, [region.file.write(region.offset, whole, event)]))
+        self._ring.append((buffer, [region.file.write(region.offset, pages, event)]))
         return rows
 
 

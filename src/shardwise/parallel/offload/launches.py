@@ -1,4 +1,4 @@
-"""Which segments of a piece one launch of AdamW can update: hundreds of small ones, as adapters have them."""
+"""Groups a piece's segments into AdamW launches: adapters have hundreds of small segments."""
 
 from __future__ import annotations
 
@@ -12,50 +12,56 @@ from shardwise.optim.codecs import FP32
 from shardwise.optim.shards import local_of
 from shardwise.parallel.offload.pieces import OffloadPiece, ShardSegment
 
-SEVERAL = 4  # fewer are launched one by one
-KINDS = (torch.bfloat16, torch.float32)  # of gradients
+LEAST_SEGMENTS = 4  # fewer are launched one by one
+GRADIENT_DTYPES = (torch.bfloat16, torch.float32)
 
 
 @dataclass
 class Launch:
-    """Segments of one group of parameters, their gradients, and where in the blob their states lie."""
+    """Segments of one parameter group, their gradients, and where their states are in the blob."""
 
     segments: list[ShardSegment]
     gradients: list[torch.Tensor]
     layout: torch.Tensor
 
 
-def by_launch(
+def group_launches(
     piece: OffloadPiece, gradient: Callable[[nn.Parameter], torch.Tensor | None], blob: torch.Tensor
 ) -> tuple[list[Launch], list[ShardSegment]]:
-    """Launches for a piece whose states are fp32 beside split masters, and the segments that none of them has."""
-    if not blob.is_cuda or len(piece.segments) < SEVERAL:
+    """Launches for a piece with fp32 states and split masters, and the segments in none of them."""
+    if not blob.is_cuda or len(piece.segments) < LEAST_SEGMENTS:
         return [], piece.segments
-    found: dict[tuple[int, torch.dtype], list[tuple[int, torch.Tensor]]] = {}
+    groups: dict[tuple[int, torch.dtype], dict[int, torch.Tensor]] = {}
     for number, segment in enumerate(piece.segments):
-        whole = gradient(segment.parameter)
-        if whole is not None and whole.dtype in KINDS and segment.codecs["exp_avg"] is FP32:
-            rows = local_of(whole)[segment.start : segment.stop]
-            if rows.is_contiguous():
-                found.setdefault((id(segment.group), whole.dtype), []).append((number, rows))
-    launches, left = [], set(range(len(piece.segments)))
-    for taken in found.values():
-        numbers = tuple(number for number, _ in taken)
-        if len(numbers) >= SEVERAL:
-            segments = [piece.segments[number] for number in numbers]
-            layout = piece.layouts.get(numbers)
-            if layout is None:
-                layout = piece.layouts[numbers] = _layout(segments).to(blob.device)
-            launches.append(Launch(segments, [rows for _, rows in taken], layout))
-            left -= set(numbers)
-    return launches, [piece.segments[number] for number in sorted(left)]
+        full = gradient(segment.parameter)
+        if full is None or full.dtype not in GRADIENT_DTYPES:
+            continue
+        if segment.codecs["exp_avg"] is not FP32:
+            continue
+        rows = local_of(full)[segment.start : segment.stop]
+        if rows.is_contiguous():
+            groups.setdefault((id(segment.group), full.dtype), {})[number] = rows
+    launches = []
+    remaining = dict(enumerate(piece.segments))
+    for rows_of in groups.values():
+        if len(rows_of) < LEAST_SEGMENTS:
+            continue
+        numbers = tuple(rows_of)
+        segments = [remaining.pop(number) for number in numbers]
+        layout = piece.layouts.get(numbers)
+        if layout is None:
+            layout = _layout(segments).to(blob.device)
+            piece.layouts[numbers] = layout
+        launches.append(Launch(segments, list(rows_of.values()), layout))
+    return launches, list(remaining.values())
 
 
 def _layout(segments: list[ShardSegment]) -> torch.Tensor:
-    """For each segment its elements, and where in the blob its low half and its moments begin."""
+    """Of each segment, its elements and the offsets of its low half and its moments in the blob."""
     rows = []
     for segment in segments:
         assert segment.low is not None
-        moments = [segment.parts[state][""][0] for state in ("exp_avg", "exp_avg_sq")]
-        rows.append([segment.shape.numel(), segment.low[0], *moments])
+        mean = segment.parts["exp_avg"][""]
+        square = segment.parts["exp_avg_sq"][""]
+        rows.append([segment.shape.numel(), segment.low[0], mean[0], square[0]])
     return torch.tensor(rows, dtype=torch.int64)

@@ -1,7 +1,7 @@
-"""Sharded parameters cut into pieces that are updated as one, and the layout of each piece's states in one blob.
+"""Cuts sharded parameters into pieces that are updated at once, with their states in one blob.
 
-A piece is a run of rows of neighbouring parameters, of bounded size, whatever the parameters' sizes: the buffers that
-pieces pass through are then small, and copies between places large.
+A piece is a run of rows of neighbouring parameters, of bounded size whatever the parameters' sizes:
+the buffers that pieces pass through are then small, and the copies large.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ Place = tuple[int, tuple[int, ...], torch.dtype]  # offset in a blob, shape, typ
 
 @dataclass
 class ShardSegment:
-    """Rows of one parameter's shard, and where their states lie in the piece's blob."""
+    """Rows of one parameter's shard, and the places of their states in the piece's blob."""
 
     name: str
     parameter: nn.Parameter
     group: dict[str, Any]
-    first: int  # row of the whole parameter at which this rank's shard begins
+    first: int  # row of the full parameter at which this rank's shard begins
     start: int
     stop: int
     shape: torch.Size
@@ -39,7 +39,7 @@ class ShardSegment:
 
     @property
     def offset(self) -> int:
-        """The place of the first element in the whole parameter."""
+        """The index of the first element in the full parameter."""
         return (self.first + self.start) * columns(self.shape)
 
 
@@ -50,16 +50,15 @@ class OffloadPiece:
     segments: list[ShardSegment]
     page: Page
     eager: bool = False
-    layouts: dict[tuple[int, ...], torch.Tensor] = field(
-        default_factory=dict
-    )  # for launches, see together.py
+    layouts: dict[tuple[int, ...], torch.Tensor] = field(default_factory=dict)  # see launches.py
 
     @property
     def elements(self) -> int:
+        """Elements of all segments together."""
         return sum(s.shape.numel() for s in self.segments)
 
     def blob(self) -> torch.Tensor:
-        """The states where they live."""
+        """The states in memory or mapped from their file."""
         region = self.page.regions[0]
         if region.buffer is not None:
             return region.buffer
@@ -67,24 +66,27 @@ class OffloadPiece:
         return region.file.mapped(region.offset, region.size)
 
 
-def cut(
+def cut_pieces(
     order: Mapping[str, nn.Parameter],
     groups: list[dict[str, Any]],
     states: Sequence[str],
     kind: Kind,
     limit: int,
 ) -> list[OffloadPiece]:
-    """Pieces of at most `limit` elements (or a few rows) of the parameters in this order."""
-    group_of = {p: g for g in groups for p in g["params"]}
+    """Cuts the parameters, in order, into pieces of at most `limit` elements (or a few rows)."""
+    group_of: dict[nn.Parameter, dict[str, Any]] = {}
+    for group in groups:
+        group_of |= dict.fromkeys(group["params"], group)
     pieces: list[OffloadPiece] = []
     room = 0
     for name, parameter in order.items():
         if parameter not in group_of:
             continue
         codecs = {state: codec_of(kind, state, parameter.shape) for state in states}
-        shape, first = local_of(parameter).shape, first_row(parameter)
+        shape = local_of(parameter).shape
+        first = first_row(parameter)
         width = columns(shape)
-        # Where a parameter is divided, ranges begin on a page of memory in every type of two bytes or more.
+        # Where a parameter is cut, ranges begin on a page in every type of two bytes or more.
         unit = ALIGNMENT // math.gcd(ALIGNMENT, 2 * width)
         step = max(unit, limit // width // unit * unit)
         for start in range(0, shape[0], step):
@@ -102,27 +104,28 @@ def cut(
 
 
 def lay_out(piece: OffloadPiece, states: Sequence[str], split: bool) -> int:
-    """Gives every part of every state its place in the blob; returns the blob's size."""
-    at = 0
+    """Assigns every part of every state its place in the blob; returns the blob's size."""
+    end = 0
 
     def place(shape: Sequence[int], dtype: torch.dtype) -> Place:
-        nonlocal at
-        here, at = at, at + aligned(torch.Size(shape).numel() * dtype.itemsize, 64)
-        return here, tuple(shape), dtype
+        nonlocal end
+        start = end
+        end += aligned(torch.Size(shape).numel() * dtype.itemsize, 64)
+        return start, tuple(shape), dtype
 
     for segment in piece.segments:
         if split:
             segment.low = place(segment.shape, torch.int16)
         for state in states:
-            shapes = segment.codecs[state].shapes(segment.shape)
-            segment.parts[state] = {
-                part: place(size, dtype) for part, (size, dtype) in shapes.items()
-            }
-    return at
+            places = {}
+            for part, (shape, dtype) in segment.codecs[state].shapes(segment.shape).items():
+                places[part] = place(shape, dtype)
+            segment.parts[state] = places
+    return end
 
 
-def at(blob: torch.Tensor, place: Place | None) -> torch.Tensor:
-    """What lies at a place of a blob."""
+def view_at(blob: torch.Tensor, place: Place | None) -> torch.Tensor:
+    """The tensor at a place of a blob."""
     assert place is not None
     offset, shape, dtype = place
     return blob[offset : offset + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
@@ -131,14 +134,12 @@ def at(blob: torch.Tensor, place: Place | None) -> torch.Tensor:
 def overlaps(
     segments: list[tuple[OffloadPiece, ShardSegment]], start: int, rows: torch.Tensor
 ) -> Iterator[tuple[OffloadPiece, ShardSegment, slice, slice]]:
-    """The segments that rows from `start` on fall into: which rows of the segment, and which of those given."""
+    """The segments that `rows`, from row `start` on, fall into: their rows, and the rows given."""
     stop = start + len(rows)
     for piece, segment in segments:
-        low, high = max(start, segment.start), min(stop, segment.stop)
+        low = max(start, segment.start)
+        high = min(stop, segment.stop)
         if low < high:
-            yield (
-                piece,
-                segment,
-                slice(low - segment.start, high - segment.start),
-                slice(low - start, high - start),
-            )
+            target = slice(low - segment.start, high - segment.start)
+            source = slice(low - start, high - start)
+            yield piece, segment, target, source

@@ -1,7 +1,8 @@
-"""Host memory for what leaves the device: page-locked without waste.
+"""Page-locked host memory for offloaded tensors, without waste.
 
-PyTorch's own pinned allocator rounds every buffer up to a power of two, which doubles the cost in the worst case. Here
-memory is mapped in slabs of the exact size, filled in parallel, and registered with CUDA.
+PyTorch's own pinned allocator rounds every buffer up to a power of two, which doubles the cost in
+the worst case. Here memory is mapped in slabs of the exact size, filled in parallel, and registered
+with CUDA.
 """
 
 from __future__ import annotations
@@ -17,16 +18,16 @@ import torch
 from shardwise.core.effective_device import on_host, stands_in
 
 SLAB = 1 << 30
-ALIGNMENT = 4096  # what direct I/O asks for
+ALIGNMENT = 4096  # that direct I/O requires
 
 
 def aligned(size: int, to: int = ALIGNMENT) -> int:
-    """The size rounded up."""
+    """The size rounded up to a multiple of `to`."""
     return -(-size // to) * to
 
 
 def host_buffer(size: int, device: torch.device) -> torch.Tensor:
-    """Page-aligned bytes, zero; page-locked where the device is CUDA."""
+    """Page-aligned zeroed bytes; page-locked where the device is CUDA."""
     if size == 0:
         return torch.empty(0, dtype=torch.uint8)
     if stands_in():
@@ -40,20 +41,19 @@ def host_buffer(size: int, device: torch.device) -> torch.Tensor:
         address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
         status = torch.cuda.cudart().cudaHostRegister(address, aligned(size), 0)
         if int(status) != 0:
-            print(
-                f"  host memory could not be page-locked ({status}): copies will be slow",
-                file=sys.stderr,
-            )
+            problem = f"  host memory could not be page-locked ({status}): copies will be slow"
+            print(problem, file=sys.stderr)
         else:  # before the address can be given to another mapping
             weakref.finalize(memory, torch.cuda.cudart().cudaHostUnregister, address)
     return buffer
 
 
 def return_freed_memory() -> None:
-    """Has the allocator give large blocks back to the system as soon as they are freed.
+    """Makes the allocator return large blocks to the system as soon as they are freed.
 
-    glibc comes to keep blocks of up to 32 MiB for itself. Small tensors that stay (a block's input, for backward) then
-    settle in the gaps that a gathered block leaves, and the next one needs new memory: 22 MB for each block of 50 MB.
+    glibc raises its threshold until it caches blocks of up to 32 MiB. Small long-lived tensors (a
+    block's input, for backward) then fill the gaps that a gathered block leaves, and the next
+    gather needs new memory: 22 MB for each block of 50 MB.
     """
     mmap_threshold = -3  # M_MMAP_THRESHOLD in malloc.h
     with contextlib.suppress(OSError, AttributeError):  # another C library
@@ -61,16 +61,19 @@ def return_freed_memory() -> None:
 
 
 def host_buffers(sizes: list[int], device: torch.device) -> list[torch.Tensor]:
-    """A buffer for each size, aligned to 64 bytes, cut from slabs of about a gigabyte without a gap at their ends."""
+    """A buffer for each size, aligned to 64 bytes, cut from slabs of about a gigabyte."""
     result: list[torch.Tensor] = []
     while len(result) < len(sizes):
-        length, count = 0, 0
+        length = 0
+        count = 0
         for size in sizes[len(result) :]:
             if count and length + size > SLAB:
                 break
-            length, count = length + aligned(size, 64), count + 1
-        slab, at = host_buffer(length, device), 0
+            length += aligned(size, 64)
+            count += 1
+        slab = host_buffer(length, device)
+        start = 0
         for size in sizes[len(result) : len(result) + count]:
-            result.append(slab[at : at + size])
-            at += aligned(size, 64)
+            result.append(slab[start : start + size])
+            start += aligned(size, 64)
     return result

@@ -1,16 +1,18 @@
-"""ZeRO++'s collectives, in the form that FSDP2 takes for a unit's own all-gather and reduce-scatter.
+"""ZeRO++'s collectives, as all-gathers and reduce-scatters that FSDP2 accepts for a unit.
 
-[Note: two hops] A shard group of nodes × local ranks has rank r = node · local + place, and slice r of a flat buffer is
-its own. Both collectives go in two hops, so that what crosses nodes is as little as can be:
-  gather   across nodes first: the rank then has the slices of its place on every node, which is 1/local of the whole.
-           That is hpZ's secondary shard. The hop within the node completes it, and is all that later gathers need.
-  reduce   within the node first: the rank then has the node's sum of every slice of its place, 1/local of the whole.
-           Only that crosses nodes. In each hop the sums are made in fp32, of what arrived: 8 bits from within the
-           node, 4 from other nodes.
-Between the hops slices lie by place and then by node, not in the order of ranks: the buffers are read and written with
-strides, and nothing is copied for it except by a gather that is not quantised.
+[Note: two hops] In a shard group of nodes × local ranks, rank r = node · local + place owns slice r
+of a flat buffer. Both collectives take two hops, to send as little as possible between nodes:
+  gather   across nodes first: the rank then has the slices of its place on every node, 1/local of
+           the full buffer. That is hpZ's secondary shard. The hop within the node completes it, and
+           is all that later gathers need.
+  reduce   within the node first: the rank then has the node's sum of every slice of its place,
+           1/local of the full buffer. Only that crosses nodes. Each hop sums what arrived in fp32:
+           8 bits from within the node, 4 from other nodes.
+Between the hops slices are ordered by place and then by node, not by rank: the buffers are read and
+written with strides, and only a gather without quantisation copies for it.
 
-Calls return None, never a work handle: what follows is ordered by the stream on CUDA and done on return on a CPU.
+Calls return None, never a work handle: what follows is ordered by the stream on CUDA, and done on
+return on a CPU.
 """
 
 from __future__ import annotations
@@ -34,41 +36,42 @@ from shardwise.nn.kernels.quantize import (
 
 WEIGHT_BITS: Bits = 8
 GRADIENT_BITS: Bits = 4
-# Within a node bandwidth is plenty, and rounding to 4 bits twice would make the error of the sum 1.4 times as large.
+# Within a node bandwidth is plenty, and rounding to 4 bits twice would give the sum 1.4 times the
+# error.
 NODE_GRADIENT_BITS: Bits = 8
-# torch 2.13 has new names for them and warns of the old ones, 2.11 has the old ones only.
+# torch 2.13 renamed them and warns about the old names; 2.11 has the old names only.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class PlainBuffers:
-    """The buffers of a collective of our own are memory like any other."""
+    """Allocates the buffers of a custom collective by the usual allocator."""
 
     def allocate(
         self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
-        """What FSDP gathers into, or reduces from and into."""
+        """A buffer that FSDP gathers into, or reduces from or into."""
         return torch.empty(*size, dtype=dtype, device=device)
 
 
 class WirePacking(Protocol):
-    """A way to send a shard in fewer bytes."""
+    """An encoding that sends a shard in fewer bytes."""
 
     def takes(self, shard: torch.Tensor) -> bool:
-        """Whether this gather goes so; the same answer on every rank."""
+        """Whether to encode this gather; the same answer on every rank."""
 
     def bytes_of(self, shard: torch.Tensor) -> int:
-        """What the shard takes on the wire."""
+        """Bytes of the encoded shard."""
 
     def pack(self, shard: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        """The shard as flat bytes; `group` has all shards."""
+        """The shard as flat bytes; `group` holds all shards."""
 
     def unpack_into(self, slices: torch.Tensor, rows: torch.Tensor) -> None:
-        """(…, bytes) → (…, elements), of any strides but the last."""
+        """Decodes (…, bytes) into (…, elements); only the last dim must be contiguous."""
 
 
 class Int8Packing:
-    """qwZ. Buffers that are no floats (packed 4-bit weights) go as they are."""
+    """qwZ. Buffers that are not floating point (packed 4-bit weights) are sent unchanged."""
 
     def takes(self, shard: torch.Tensor) -> bool:
         return shard.is_floating_point()
@@ -84,30 +87,32 @@ class Int8Packing:
 
 
 class WeightGather(PlainBuffers, AllGather):
-    """One unit's gather: in fewer bytes with a `packing`, keeping a secondary shard within a step if `hops` (hpZ).
+    """One unit's gather: encoded by `packing` if given, with a secondary shard if `hops` (hpZ).
 
-    The secondary shard is packed too where both are on.
+    The secondary shard is cached within a step, packed if both are on.
     """
 
     def __init__(self, packing: WirePacking | None, hops: Hops | None) -> None:
-        self._packing, self._hops = packing, hops
+        self._packing = packing
+        self._hops = hops
         self._secondary: torch.Tensor | None = None
         self._packed = False  # the secondary shard
         self._ready: torch.cuda.Event | None = None
 
     @property
     def secondary_bytes(self) -> int:
-        """What the secondary shard takes at the moment."""
+        """Current bytes of the secondary shard."""
         return 0 if self._secondary is None else self._secondary.nbytes
 
     def moved(self, shard: torch.Tensor, ranks: int) -> int:
-        """Bytes of a gather over so many ranks, in the type that it is sent in."""
+        """Bytes of a gather over `ranks`, as sent."""
         packing = self._packing_for(shard)
         return ranks * (shard.nbytes if packing is None else packing.bytes_of(shard))
 
     def forget(self) -> None:
-        """Drops the secondary shard: the parameters are no longer those it was made of."""
-        self._secondary = self._ready = None
+        """Drops the secondary shard, after the parameters changed."""
+        self._secondary = None
+        self._ready = None
 
     def __call__(
         self,
@@ -119,10 +124,10 @@ class WeightGather(PlainBuffers, AllGather):
         """Fills the output with every rank's input."""
         packing = self._packing_for(input_tensor)
         if self._hops is not None:
-            nodes, local = self._hops.across.size(), self._hops.within.size()
-            rows = self._through_node(input_tensor, packing, group, self._hops).view(
-                local, nodes, -1
-            )
+            nodes = self._hops.across.size()
+            local = self._hops.within.size()
+            rows = self._through_node(input_tensor, packing, group, self._hops)
+            rows = rows.view(local, nodes, -1)
             slices = output_tensor.view(nodes, local, -1).transpose(0, 1)
         elif packing is not None:
             rows = _gather(packing.pack(input_tensor, group), group)
@@ -136,41 +141,47 @@ class WeightGather(PlainBuffers, AllGather):
             slices.copy_(rows)
 
     def _packing_for(self, shard: torch.Tensor) -> WirePacking | None:
-        return self._packing if self._packing is not None and self._packing.takes(shard) else None
+        if self._packing is None or not self._packing.takes(shard):
+            return None
+        return self._packing
 
     def _through_node(
         self, shard: torch.Tensor, packing: WirePacking | None, group: dist.ProcessGroup, hops: Hops
     ) -> torch.Tensor:
-        if self._secondary is None or self._packed is not (packing is not None):
+        packed = packing is not None
+        if self._secondary is None or self._packed is not packed:
             sent = shard if packing is None else packing.pack(shard, group)
-            self._secondary, self._packed = _gather(sent, hops.across), packing is not None
+            self._secondary = _gather(sent, hops.across)
+            self._packed = packed
             if shard.is_cuda:
                 self._ready = torch.cuda.Event()
                 self._ready.record()
         elif self._ready is not None:
-            self._ready.wait()  # it was made on whatever stream gathered first
+            self._ready.wait()  # it was gathered on another stream, perhaps
         return _gather(self._secondary.view(-1), hops.within)
 
 
 class GradientReduce(PlainBuffers, ReduceScatter):
-    """One unit's qgZ: a reduce-scatter by all-to-all of 4 bits, in two hops where the group spans nodes.
+    """One unit's qgZ: a reduce-scatter by all-to-all of 4 bits, in two hops across nodes.
 
-    With `feedback` what rounding to 4 bits lost is kept, in bf16, and added to the next reduction; see the note in
-    nn/kernels/quantize.py. It is no part of a checkpoint: `forget` drops it when one is made, so that the run that
-    goes on and the run that resumes are the same.
+    With `feedback` the rounding error of 4 bits is stored, in bf16, and added to the next
+    reduction; see the note in nn/kernels/quantize.py. It is not part of a checkpoint: `forget`
+    drops it when one is saved, so that continued and resumed runs are the same.
     """
 
     def __init__(self, hops: Hops | None, feedback: bool = True) -> None:
-        self._hops, self._feedback, self._seeds = hops, feedback, _Seeds()
+        self._hops = hops
+        self._feedback = feedback
+        self._seeds = _Seeds()
         self._error: torch.Tensor | None = None
 
     @property
     def error_bytes(self) -> int:
-        """What is held of lost roundings."""
+        """Bytes of the stored rounding error."""
         return 0 if self._error is None else self._error.nbytes
 
     def forget(self) -> None:
-        """Drops what rounding lost."""
+        """Drops the stored rounding error."""
         self._error = None
 
     def __call__(
@@ -182,24 +193,26 @@ class GradientReduce(PlainBuffers, ReduceScatter):
         async_op: bool = False,
     ) -> None:
         """Fills the output with this rank's slice of the reduced inputs."""
-        factor, n, hops = _factor(op, group.size()), output_tensor.numel(), self._hops
+        factor = _factor(op, group.size())
+        n = output_tensor.numel()
+        hops = self._hops
         target = output_tensor.view(1, n)
         if hops is None or 1 in (hops.within.size(), hops.across.size()):
-            whole = input_tensor.view(-1, 1, n)
-            sent = quantize(whole, GRADIENT_BITS, *self._rounding(whole))
+            slices = input_tensor.view(-1, 1, n)
+            sent = quantize(slices, GRADIENT_BITS, *self._rounding(slices))
             sum_dequantized_into(target, _exchange(sent, group), GRADIENT_BITS, factor)
             return
-        nodes, local = hops.across.size(), hops.within.size()
+        nodes = hops.across.size()
+        local = hops.within.size()
         by_place = input_tensor.view(nodes, local, n).transpose(0, 1)
         arrived = _exchange(quantize(by_place, NODE_GRADIENT_BITS, self._seeds.next()), hops.within)
         rounding = self._rounding(by_place[0])
         sent = requantize_sum(arrived, n, NODE_GRADIENT_BITS, GRADIENT_BITS, 1.0, *rounding)
-        sum_dequantized_into(
-            target, _exchange(sent, hops.across).unsqueeze(1), GRADIENT_BITS, factor
-        )
+        arrived = _exchange(sent, hops.across).unsqueeze(1)
+        sum_dequantized_into(target, arrived, GRADIENT_BITS, factor)
 
     def _rounding(self, like: torch.Tensor) -> tuple[int | None, torch.Tensor | None]:
-        """A seed, or the buffer of what was lost."""
+        """A seed, or the buffer of the rounding error."""
         if not self._feedback:
             return self._seeds.next(), None
         if self._error is None:
@@ -210,21 +223,21 @@ class GradientReduce(PlainBuffers, ReduceScatter):
 
 
 def _gather(flat: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Everyone's flat buffer, one row per rank."""
+    """The flat buffers of all ranks, one row each."""
     out = flat.new_empty(group.size() * flat.numel())
     all_gather(out, flat, group=group)
     return out.view(group.size(), -1)
 
 
 def _exchange(rows: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Row i goes to rank i; what comes back has one row from each rank."""
+    """Sends row i to rank i; returns one row from each rank."""
     out = torch.empty_like(rows)
     dist.all_to_all_single(out, rows, group=group)
     return out
 
 
 def _factor(op: Any, ranks: int) -> float:
-    """What the sum over ranks is multiplied with."""
+    """The factor that an operator multiplies the sum over ranks by."""
     kind = getattr(op, "op", op)
     if kind == dist.ReduceOp.SUM:
         return 1.0
@@ -235,13 +248,15 @@ def _factor(op: Any, ranks: int) -> float:
 
 
 class _Seeds:
-    """A seed for each rounding: of the step, the call within it and the rank, with no state that a resume would need.
+    """A seed for each rounding, from the step, the call within it and the rank.
 
-    Each step of the loop seeds PyTorch from (seed, step, rank), so that seed names the step. Reading it draws nothing.
+    A resume needs no state: each step of the loop seeds PyTorch from (seed, step, rank), so that
+    PyTorch's seed identifies the step. Reading it draws no random number.
     """
 
     def __init__(self) -> None:
-        self._step, self._calls = 0, 0
+        self._step = 0
+        self._calls = 0
 
     def next(self) -> int:
         step = torch.initial_seed()

@@ -1,14 +1,17 @@
-"""What travels beside computing: gathers that start some units ahead, and on CPUs reductions that nobody waits for.
+"""Overlaps communication with compute: gathers some units ahead and, on CPUs, deferred reductions.
 
-[Note: overlap] On a GPU FSDP queues collectives on streams of their own. What it gathers ahead by itself is one unit in
-backward, and in forward as much as the host is ahead of the device; lists of units make it so many in both. On a CPU
-there are no streams: FSDP waits for each collective where it calls it. There
-  gathers     go as asynchronous operations (FSDP asks for one where `_set_unshard_async_op` is on, and waits for its
-              work where the unit is used). One unit ahead is then the least that hides anything.
-  reductions  are begun and left; gloo's threads do them, and the end of backward waits for the last. FSDP goes on as if
-              the result were there, so this is only where it makes nothing of it before then but a view that becomes
-              the gradient: a first gradient (not one to add), of the parameter's own type, no all-reduce across
-              replicas after it, no hook that takes it. Otherwise the reduction is waited for as before.
+[Note: overlap] On a GPU FSDP queues collectives on streams of their own. By default it gathers one
+unit ahead in backward, and in forward as many as the host is ahead of the device; lists of units
+set the number in both. On a CPU there are no streams: FSDP waits for each collective where it calls
+it. There
+  gathers     are asynchronous operations (FSDP starts one where `_set_unshard_async_op` is on, and
+              waits for its work where the unit is used). One unit ahead is then the least that
+              hides anything.
+  reductions  are started and left to gloo's threads; the end of backward waits for the last. FSDP
+              continues as if the result were complete, so this is only where it makes nothing of it
+              before then but a view that becomes the gradient: a first gradient (not one to add
+              to), of the parameter's own type, no all-reduce across replicas after it, no hook that
+              takes it. Otherwise FSDP waits for the reduction as before.
 Neither the values nor the order of any sum change.
 """
 
@@ -43,82 +46,83 @@ from shardwise.parallel.zero.stages import ShardedModel
 
 @dataclass(frozen=True)
 class CommSettings:
-    """How a model's parameters and gradients travel; None is FSDP's own way."""
+    """How a model's parameters and gradients are communicated; None is FSDP's default."""
 
     bucket: int | None = None  # bytes of the largest buffer, or
-    together: int = 1  # blocks of a unit
+    together: int = 1  # blocks in a unit
     prefetch: int | None = None  # units gathered ahead
 
 
-def given(parallel: Parallel) -> CommSettings:
-    """What the settings say; `auto` is FSDP's own way until something is measured."""
+def requested_comm(parallel: Parallel) -> CommSettings:
+    """What the config sets; `auto` is FSDP's default until something is measured."""
     bucket = parallel.bucket if isinstance(parallel.bucket, int) else None
-    return CommSettings(
-        bucket, prefetch=parallel.prefetch if isinstance(parallel.prefetch, int) else None
-    )
+    prefetch = parallel.prefetch if isinstance(parallel.prefetch, int) else None
+    return CommSettings(bucket, prefetch=prefetch)
 
 
 def install_overlap(
     sharded: ShardedModel, prefetch: int | None, reductions: bool, timed: bool
 ) -> None:
-    """Gathers so many units ahead; on a CPU with `reductions`, lets those run beside computing too.
+    """Gathers `prefetch` units ahead; with `reductions`, defers those too on a CPU.
 
-    `timed`: a timer is on, which on a CPU sees what is waited for, so that nothing is left to run beside.
+    `timed`: a timer is on, which on a CPU measures waits, so that nothing may overlap.
     """
     cpu = effective_device(sharded.device) == "cpu"
     if prefetch is None or sharded.mesh.size(1) == 1 or (timed and cpu):
         return
     forward = _distinct(sharded, sharded.model.modules())
     backward = _distinct(sharded, _inner_first(sharded.model))[::-1]
-    outer = _outer(forward)
-    for at, unit in enumerate(forward):
-        later = forward[at + 1 : at + 1 + prefetch]
-        if (
-            outer[at] is not None
-        ):  # it may run in backward, where its block is recomputed and what follows is done with
-            later = [one for n, one in enumerate(later, at + 1) if outer[n] is outer[at]]
+    outermost = _outermost(forward)
+    for index, unit in enumerate(forward):
+        stop = index + 1 + prefetch
+        later = forward[index + 1 : stop]
+        if outermost[index] is not None:
+            # It may run in backward, where its block is recomputed and later blocks are done.
+            outer = outermost[index + 1 : stop]
+            later = [u for u, o in zip(later, outer, strict=True) if o is outermost[index]]
         unit.set_modules_to_forward_prefetch(later)
-    for at, unit in enumerate(backward):
-        # Without a list FSDP gathers one ahead; a unit that is there already is none.
-        unit.set_modules_to_backward_prefetch(backward[at + 1 : at + 1 + prefetch] or [unit])
-    # On a GPU an asynchronous gather is queued behind what computes: just right where nothing shall go ahead.
+    for index, unit in enumerate(backward):
+        # Without a list FSDP prefetches one unit; one that is gathered already counts as none.
+        unit.set_modules_to_backward_prefetch(backward[index + 1 : index + 1 + prefetch] or [unit])
+    # On a GPU an asynchronous gather is queued behind compute: right only without prefetch.
     for unit in forward:
         set_async_gather(unit, cpu or prefetch == 0)
     if cpu and reductions and prefetch:
-        under_way = _UnderWay(prefetch)
+        pending = _PendingReductions(prefetch)
         for unit in forward:
             for group in parameter_groups(unit):
-                unit.set_custom_reduce_scatter(LaterReduce(group, under_way))
+                unit.set_custom_reduce_scatter(DeferredReduce(group, pending))
 
 
-class _UnderWay:
-    """Reductions that were begun and not waited for; so many at once, because each holds its buffer."""
+class _PendingReductions:
+    """Reductions that were started and not waited for; limited, because each holds its buffer."""
 
-    def __init__(self, most: int) -> None:
-        self._most = most
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
         self._works: deque[tuple[Any, torch.Tensor, torch.Tensor]] = deque()
 
-    def add(self, work: Any, output: torch.Tensor, whole: torch.Tensor) -> None:
-        """One more; backward ends only when it is done."""
-        # Each time: after a failed backward none would be left to wait otherwise.
+    def add(self, work: Any, output: torch.Tensor, source: torch.Tensor) -> None:
+        """Adds a reduction; backward ends only when it is done."""
+        # Registered each time: a failed backward would drop a single registration.
         at_end_of_backward(self.wait)
-        self._works.append((work, output, whole))
+        self._works.append((work, output, source))
 
     def make_room(self) -> None:
-        """Waits for the oldest while there are as many as may be."""
-        self.wait(self._most - 1)
+        """Waits for the oldest reductions until one more may start."""
+        self.wait(self._limit - 1)
 
-    def wait(self, left: int = 0) -> None:
-        """Until no more than `left` are under way."""
-        while len(self._works) > left:
+    def wait(self, limit: int = 0) -> None:
+        """Waits until no more than `limit` are pending."""
+        while len(self._works) > limit:
             self._works.popleft()[0].wait()
 
 
-class LaterReduce(PlainBuffers, ReduceScatter):
-    """One unit's reduction: begun now and there at the end of backward; see [Note: overlap]."""
+class DeferredReduce(PlainBuffers, ReduceScatter):
+    """One unit's reduction, complete at the end of backward; see [Note: overlap]."""
 
-    def __init__(self, group: Any, under_way: _UnderWay) -> None:
-        self._group, self._under_way = group, under_way
+    def __init__(self, group: Any, pending: _PendingReductions) -> None:
+        self._group = group
+        self._pending = pending
 
     def __call__(
         self,
@@ -129,50 +133,51 @@ class LaterReduce(PlainBuffers, ReduceScatter):
         async_op: bool = False,
     ) -> None:
         """Fills the output with this rank's slice of the reduced inputs, at once or later."""
-        if not self._is_left_alone(output_tensor):
-            self._under_way.wait()  # FSDP may add to a gradient that is still on its way
+        if not self._may_defer(output_tensor):
+            self._pending.wait()  # FSDP may add to a gradient that is still being reduced
             reduce_scatter(output_tensor, input_tensor, group=group, op=op)
             return
-        self._under_way.make_room()
+        self._pending.make_room()
         work = reduce_scatter(output_tensor, input_tensor, group=group, op=op, async_op=True)
-        self._under_way.add(work, output_tensor, input_tensor)
+        self._pending.add(work, output_tensor, input_tensor)
 
-    def _is_left_alone(self, output: torch.Tensor) -> bool:
+    def _may_defer(self, output: torch.Tensor) -> bool:
         group = self._group
-        if (
-            is_hybrid(group)
-            or all_reduce_hook(group) is not None
-            or output.dtype != gradient_dtype(group)
-        ):
+        if is_hybrid(group) or all_reduce_hook(group) is not None:
             return False
-        parameters = [
-            one.sharded_param for one in group.fsdp_params if one.sharded_param.requires_grad
-        ]
-        return not any(p.grad is not None or has_accumulate_hooks(p) for p in parameters)
+        if output.dtype != gradient_dtype(group):
+            return False
+        for fsdp in group.fsdp_params:
+            parameter = fsdp.sharded_param
+            if not parameter.requires_grad:
+                continue
+            if parameter.grad is not None or has_accumulate_hooks(parameter):
+                return False
+        return True
 
 
 def _distinct(sharded: ShardedModel, modules: Iterator[nn.Module]) -> list[FSDPModule]:
-    """The units among them that have parameters, and the model itself; of modules that share one, the first."""
-    found: dict[int, FSDPModule] = {}
+    """The units with parameters, and the model itself; the first of modules that share a unit."""
+    units: dict[int, FSDPModule] = {}
     for module in modules:
         if isinstance(module, FSDPModule) and (module is sharded.model or parameter_groups(module)):
-            found.setdefault(id(fsdp_state(module)), module)
-    return list(found.values())
+            units.setdefault(id(fsdp_state(module)), module)
+    return list(units.values())
 
 
-def _outer(units: list[FSDPModule]) -> list[FSDPModule | None]:
-    """For each unit the outermost one that it is a part of, the model itself apart."""
-    found: dict[nn.Module, FSDPModule] = {}
+def _outermost(units: list[FSDPModule]) -> list[FSDPModule | None]:
+    """For each unit the outermost one that contains it, apart from the model itself."""
+    containers: dict[nn.Module, FSDPModule] = {}
     for unit in units[1:]:
         assert isinstance(unit, nn.Module)
-        for inside in unit.modules():
-            if inside is not unit:
-                found.setdefault(inside, unit)
-    return [found.get(unit) for unit in units]  # type: ignore[call-overload]
+        for inner in unit.modules():
+            if inner is not unit:
+                containers.setdefault(inner, unit)
+    return [containers.get(unit) for unit in units]  # type: ignore[call-overload]
 
 
 def _inner_first(module: nn.Module) -> Iterator[nn.Module]:
-    """As forwards end: what is inside before what it is in. Backward is the reverse of it."""
+    """Modules in the order in which forwards end, children first; backward is the reverse."""
     for child in module.children():
         yield from _inner_first(child)
     yield module

@@ -1,11 +1,11 @@
-"""ZeRO++ as the run describes it: which collectives FSDP2's units get, over which ranks.
+"""ZeRO++ as the run configures it: the collectives of FSDP2's units, and their ranks.
 
   hpz_size     hpZ  the global gather happens once a step; later ones stay within `hpz_size` ranks
   quantize_weights    qwZ  gathers as int8: half of bf16
-  fp8.gather               weights of layers that multiply in fp8 are gathered so, where qwZ is not on (float8.py)
-  quantize_gradients  qgZ  reductions in 4 bits: an eighth of fp32. In a group of several nodes with several ranks
-                           each, in 8 bits within a node, and of each node's sum only in 4 across
-  error_feedback        what those 4 bits lost is added the next time
+  fp8.gather               gathers the weights of fp8 layers in fp8, without qwZ (float8_gather.py)
+  quantize_gradients  qgZ  reductions in 4 bits: an eighth of fp32. In a group of several nodes with
+                           several ranks each, 8 bits within a node and 4 for the node's sum
+  error_feedback        adds what those 4 bits lost to the next reduction
 All act within a shard group. With hybrid sharding, the all-reduce between groups stays in fp32.
 """
 
@@ -28,9 +28,8 @@ from shardwise.parallel.zero.collectives import (
 from shardwise.parallel.zero.float8_gather import Scales, packing_of
 from shardwise.parallel.zero.stages import ShardedModel
 
-Float8Gathers = Literal[
-    "", "once", "by unit"
-]  # not, or with scales compared once an update for all, or for each unit
+# None, or with scales computed once an update for all units, or for each unit.
+Float8Gathers = Literal["", "once", "by unit"]
 
 
 def install_collectives(
@@ -40,18 +39,17 @@ def install_collectives(
     timeout: float,
     float8: Float8Gathers = "",
 ) -> None:
-    """Replaces the model's gathers and reductions by what the settings ask for; collective: every rank calls it.
+    """Replaces the model's gathers and reductions as the settings say; a collective.
 
-    `float8`: whether what multiplies in fp8 is gathered so (parallel/zero/float8_gather.py).
+    `float8`: whether the weights of fp8 layers are gathered in fp8 (float8_gather.py).
     """
     shard = world.mesh.size(1)
-    # One node that is the whole group: every gather stays within it as it is.
+    # With one node for the full group, every gather stays within it anyway.
     secondary = None if parallel.hpz_size == shard else parallel.hpz_size
-    if shard == 1 or not (
-        secondary or parallel.quantize_weights or parallel.quantize_gradients or float8
-    ):
+    quantized = parallel.quantize_weights or parallel.quantize_gradients
+    if shard == 1 or not (secondary or quantized or float8):
         return
-    units = _gathered_apart(sharded)
+    units = _distinct_units(sharded)
     hops: dict[int, Hops] = {}
 
     def hops_of(size: int) -> Hops:
@@ -70,7 +68,8 @@ def install_collectives(
             unit.set_custom_all_gather(gather)
             sharded.on_update.append(gather.forget)
     if parallel.quantize_gradients:
-        node, feedback = ranks_per_node(shard, world.control), parallel.error_feedback is not False
+        node = ranks_per_node(shard, world.control)
+        feedback = parallel.error_feedback is not False
         for unit in units:
             reduce = GradientReduce(hops_of(node) if 1 < node < shard else None, feedback)
             unit.set_custom_reduce_scatter(reduce)
@@ -80,72 +79,78 @@ def install_collectives(
 def pack_float8(
     sharded: ShardedModel, units: list[FSDPModule], by_unit: bool
 ) -> dict[FSDPModule, WirePacking]:
-    """For each unit that has layers in fp8, how it is gathered."""
-    found: dict[FSDPModule, WirePacking] = {}
-    together = Scales()
+    """The encodings of the units that have fp8 layers, with joint scales unless `by_unit`."""
+    packings: dict[FSDPModule, WirePacking] = {}
+    scales = Scales()
     for unit in units:
-        scales = Scales() if by_unit else together
-        if (packing := packing_of(unit, scales)) is not None:
-            found[unit] = packing
-            if by_unit or len(found) == 1:
+        if by_unit:
+            scales = Scales()
+        packing = packing_of(unit, scales)
+        if packing is not None:
+            packings[unit] = packing
+            if by_unit or len(packings) == 1:
                 sharded.on_update.append(scales.forget)
-    return found
+    return packings
 
 
-def _gathered_apart(sharded: ShardedModel) -> list[FSDPModule]:
-    """The model's units; of modules that are gathered together, one."""
-    found = {
-        tuple(map(id, parameter_groups(u))): u
-        for u in sharded.model.modules()
-        if isinstance(u, FSDPModule)
-    }
-    return list(found.values())
+def _distinct_units(sharded: ShardedModel) -> list[FSDPModule]:
+    """The model's units; the last of modules that are gathered together."""
+    units: dict[tuple[int, ...], FSDPModule] = {}
+    for module in sharded.model.modules():
+        if isinstance(module, FSDPModule):
+            units[tuple(map(id, parameter_groups(module)))] = module
+    return list(units.values())
 
 
 def describe_collectives(
     parallel: Parallel, shard: int, local: int, float8: Float8Gathers = ""
 ) -> str:
-    """What is said of it in the plan of a run with `local` ranks on each host; empty without any."""
-    said = []
+    """A note for the plan of a run with `local` ranks on each host; empty without ZeRO++."""
+    notes = []
     if parallel.quantize_weights and shard > 1:
-        said.append("gathers in int8 (qwZ)")
+        notes.append("gathers in int8 (qwZ)")
     elif float8 and shard > 1:
-        said.append("gathers the weights of fp8 layers as fp8")
+        notes.append("gathers the weights of fp8 layers as fp8")
     if parallel.quantize_gradients and shard > 1:
-        width = "in 4 bits between nodes, 8 within" if _node_of(shard, local) > 1 else "in 4 bits"
-        feedback = ", adding what rounding lost" if parallel.error_feedback is not False else ""
-        said.append(f"reduces {width}{feedback} (qgZ)")
-    if parallel.hpz_size == shard:
-        said.append(
-            f"hpZ does nothing: hpz_size {shard} is the whole shard group, whose gathers stay within it"
+        note = "reduces in 4 bits"
+        if _node_of(shard, local) > 1:
+            note += " between nodes, 8 within"
+        if parallel.error_feedback is not False:
+            note += ", adding what rounding lost"
+        notes.append(f"{note} (qgZ)")
+    size = parallel.hpz_size
+    if size == shard:
+        notes.append(
+            f"hpZ does nothing: hpz_size {shard} is the whole shard group, "
+            "whose gathers stay within it"
         )
-    elif parallel.hpz_size is not None:
-        later = parallel.hpz_size
-        kept = f"then within {later} ranks" if later > 1 else "and keeps all of it on every rank"
-        said.append(f"gathers globally once a step, {kept} (hpZ)")
-    return "".join(f"; {words}" for words in said)
+    elif size == 1:
+        notes.append("gathers globally once a step, and keeps all of it on every rank (hpZ)")
+    elif size is not None:
+        notes.append(f"gathers globally once a step, then within {size} ranks (hpZ)")
+    return "".join(f"; {note}" for note in notes)
 
 
-def held_besides(
+def extra_bytes(
     parallel: Parallel, shard: int, local: int, parameters: int, frozen_bytes: int, precision: str
 ) -> dict[str, float]:
-    """Bytes of device memory that a rank gives to ZeRO++, by kind, with `local` ranks on each host.
+    """Bytes of device memory that ZeRO++ takes on a rank, by kind, with `local` ranks on each host.
 
-    `parameters` are those that are trained. Where weights are gathered as fp8 hpZ's copy takes less, by their share.
+    `parameters` are the trained ones. Where weights are gathered as fp8 hpZ's copy takes less.
     """
-    held = {}
+    result = {}
     if parallel.hpz_size not in (None, shard):
-        working = {"fp32": 4}.get(precision, 2)
-        size = working * parameters + frozen_bytes
-        held["hpZ's second copy"] = (
-            size / (working if parallel.quantize_weights else 1) / parallel.hpz_size
-        )
+        working = 4 if precision == "fp32" else 2
+        size: float = working * parameters + frozen_bytes
+        if parallel.quantize_weights:
+            size = size / working
+        result["hpZ's second copy"] = size / parallel.hpz_size
     if parallel.quantize_gradients and parallel.error_feedback is not False and shard > 1:
-        held["qgZ's lost roundings"] = 2 * parameters / _node_of(shard, local)
-    return held
+        result["qgZ's lost roundings"] = 2 * parameters / _node_of(shard, local)
+    return result
 
 
 def _node_of(shard: int, local: int) -> int:
-    """Ranks of a node that reduce among themselves first; 1 where one hop does: within a node, or a rank a node."""
+    """Ranks of a node that reduce first; 1 for a single hop (one node, or one rank per node)."""
     node = math.gcd(shard, local)
     return node if node < shard else 1

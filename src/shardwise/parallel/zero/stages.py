@@ -1,26 +1,31 @@
-"""ZeRO stages 0–3 and hybrid sharding as policies on FSDP2, with its footguns kept in here.
+"""ZeRO stages 0–3 and hybrid sharding as policies on FSDP2, with its pitfalls handled here.
 
-[Note: stages on FSDP2] One mechanism serves every stage: `fully_shard` on a (replicate, shard) mesh.
-  stage 0  mesh (N, 1): nothing sharded; gradients all-reduced once a step          moves 2Ψ a step
-  stage 1  parameters gathered once a step, gradients kept whole until the last
-           micro-batch, then reduce-scattered: only the optimizer is sharded        moves 2Ψ a step
-  stage 2  gradients reduce-scattered every micro-batch                             moves (1+n)Ψ for n micro-batches
-  stage 3  parameters freed after each block's forward and gathered again           moves 3nΨ
-  hybrid   the same within a shard group; gradients all-reduced across groups on the last micro-batch
-What bites, and what is done about it:
-  * `set_reshard_after_backward(False)` left on the last micro-batch freezes training in silence, because the optimizer
-    then updates shards that are never gathered again. `prepare_micro_batch(last=True)` always turns it back on.
+[Note: stages on FSDP2] One mechanism serves every stage: `fully_shard` on a (replicate, shard)
+mesh. Per step of n micro-batches:
+  stage 0  mesh (N, 1): nothing sharded; gradients all-reduced once          moves 2Ψ
+  stage 1  parameters gathered once, gradients unsharded until the last
+           micro-batch, then reduce-scattered: only the optimizer is sharded moves 2Ψ
+  stage 2  gradients reduce-scattered every micro-batch                      moves (1+n)Ψ
+  stage 3  parameters freed after each block's forward and gathered again    moves 3nΨ
+  hybrid   the same within a shard group; gradients all-reduced across groups on the last
+           micro-batch
+The pitfalls, and how they are avoided:
+  * `set_reshard_after_backward(False)` left on the last micro-batch freezes training silently,
+    because the optimizer then updates shards that are never gathered again.
+    `prepare_micro_batch(last=True)` always turns it back on.
   * After a forward without backward (evaluation) at stage 1 or 2 the parameters stay gathered and
-    `model.parameters()` yields tensors that the optimizer does not own. We keep our own list, taken at sharding time,
-    and `evaluation()` reshards on the way out; on the way in too: what was gathered to train may be rounded to fp8.
-  * A collective that keeps a copy of the parameters within a step (hpZ) would train on old ones in silence. Whoever
-    writes to the parameters calls `updated()`.
+    `model.parameters()` yields tensors that the optimizer does not own. We store our own list,
+    taken at sharding time, and `evaluation()` reshards on exit; on entry too: what was gathered to
+    train may be rounded to fp8.
+  * A collective that caches a copy of the parameters within a step (hpZ) would train on stale ones
+    silently. Whoever writes to the parameters calls `updated()`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -45,38 +50,42 @@ if TYPE_CHECKING:
 
 
 class ShardedModel:
-    """A model that is spread over the mesh and has its weights; the loop talks to FSDP only through this."""
+    """A model sharded over the mesh, with weights; the training loop's interface to FSDP."""
 
     def __init__(self, model: nn.Module, stage: int, mesh: DeviceMesh) -> None:
-        self.model, self.stage, self.mesh = model, stage, mesh
-        self.parameters: dict[str, nn.Parameter] = {
-            n: p for n, p in model.named_parameters() if p.requires_grad
-        }
+        self.model = model
+        self.stage = stage
+        self.mesh = mesh
+        self.parameters: dict[str, nn.Parameter] = {}
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                self.parameters[name] = parameter
         self.units = [m for m in model.modules() if isinstance(m, FSDPModule)]
         self.kept: frozenset[str] | None = None  # tensors that a checkpoint must hold; None = all
-        self.lookup = 0  # parameters that a token only looks up, for the count of its arithmetic
-        self.idle: Callable[[], list[str]] = (
-            list  # what was asked for in vain, to be told at the end
-        )
-        self.last = True  # whether the optimizer steps after the micro-batch under way
+        self.lookup = 0  # parameters that a token only looks up, excluded from FLOPs
+        # Notes for the end of the run about settings without effect.
+        self.idle: Callable[[], list[str]] = list
+        self.last = True  # whether the optimizer steps after the current micro-batch
         self.on_update: list[Callable[[], None]] = []
         self.on_save: list[Callable[[], None]] = []
-        self.timer: Timer = OFF  # hears of it where ranks wait for each other
-        self.copies: dict[str, int] | None = (
-            None  # ranks that hold the same part; None = those along `replicate`
-        )
+        self.timer: Timer = OFF  # measures where ranks wait for each other
+        # By parameter, the ranks that hold the same part; None = those along `replicate`.
+        self.copies: dict[str, int] | None = None
 
     @property
     def device(self) -> torch.device:
+        """The device of this rank's parameters."""
         return next(iter(self.parameters.values())).device
 
     @property
     def data_parallel_size(self) -> int:
+        """Ranks that train on different data: replicas times shards."""
         return self.mesh.size()
 
     def prepare_micro_batch(self, last: bool) -> None:
-        """Before the forward of each micro-batch; `last` is the one before the optimizer step."""
-        root, self.last = self._root, last
+        """Sets up each micro-batch's forward; `last` is the one before the optimizer step."""
+        root = self._root
+        self.last = last
         if self.stage <= 1:
             root.set_requires_gradient_sync(last)
         else:
@@ -86,32 +95,32 @@ class ShardedModel:
 
     @contextmanager
     def evaluation(self) -> Iterator[None]:
-        """Around forwards without backward: evaluation mode, no gradients, and shards put back at the end."""
+        """Evaluation mode without gradients; parameters are sharded again on exit."""
         with evaluating(self.model):
-            self.reshard()  # so that it never measures anything but the present parameters, as they are
+            self.reshard()  # so that only the current parameters are evaluated, unrounded
             try:
                 yield
             finally:
                 self.reshard()
 
     def reshard(self) -> None:
-        """Frees every gathered parameter, so that the module holds the optimizer's own tensors again."""
+        """Frees every gathered parameter: the module then holds the optimizer's own tensors."""
         for unit in self.units:
             unit.reshard()
         self.updated()
 
     def updated(self) -> None:
-        """After anything wrote to the parameters (the optimizer's step, a checkpoint): forgets copies of them."""
+        """Drops copies of the parameters, after anything (optimizer, checkpoint) changed them."""
         for forget in self.on_update:
             forget()
 
     def saved(self) -> None:
-        """After a checkpoint: forgets what is no part of it, so that going on and resuming are the same."""
+        """Drops state that a checkpoint lacks, so that continued and resumed runs are the same."""
         for forget in self.on_save:
             forget()
 
     def clip(self, max_norm: float | None) -> torch.Tensor:
-        """The global gradient norm, on the device; gradients are scaled down to max_norm if they exceed it."""
+        """Returns the global gradient norm, on the device; clips gradients to `max_norm`."""
         if self.copies is not None:
             return self._clip_everywhere(max_norm)
         parameters = list(self.parameters.values())
@@ -121,28 +130,29 @@ class ShardedModel:
         return norm
 
     def _clip_everywhere(self, max_norm: float | None) -> torch.Tensor:
-        """As `clip`, where parameters are divided along several axes: each part counts once, wherever it lies."""
+        """As `clip`, for parameters sharded along several axes: each part counts once."""
         assert self.copies is not None
-        found = {n: local_of(p.grad) for n, p in self.parameters.items() if p.grad is not None}
-        square = torch.zeros(
-            (),
-            dtype=torch.float64 if effective_device(self.device) == "cpu" else torch.float32,
-            device=self.device,
-        )
-        for name, gradient in found.items():
+        dtype = torch.float64 if effective_device(self.device) == "cpu" else torch.float32
+        square = torch.zeros((), dtype=dtype, device=self.device)
+        gradients = []
+        for name, parameter in self.parameters.items():
+            if parameter.grad is None:
+                continue
+            gradient = local_of(parameter.grad)
             square += norm_of(gradient).square() / self.copies[name]
+            gradients.append(gradient)
         self.sum_up(square)
         norm = square.sqrt().float()
         if max_norm is not None:
             scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-            for gradient in found.values():
+            for gradient in gradients:
                 gradient.mul_(scale.to(gradient.dtype))
         return norm
 
     def norm(self, gradients: list[torch.Tensor]) -> torch.Tensor:
-        """The norm of sharded gradients taken together, the same on every rank.
+        """The global norm of sharded gradients, the same on every rank.
 
-        torch's own for DTensors adds up over the ranks too, out of the timer's sight, and in bf16 where they are.
+        torch's own for DTensors sums over the ranks too, but untimed, and in bf16 for bf16 ones.
         """
         local = [local_of(gradient) for gradient in gradients]
         if not local:
@@ -158,7 +168,7 @@ class ShardedModel:
         return norm.float()
 
     def sum_up(self, figures: torch.Tensor, group: dist.ProcessGroup | None = None) -> None:
-        """Adds a few figures up over the ranks: whoever was late before it is waited for here."""
+        """Sums a few figures over the ranks; the timer measures the wait for late ranks."""
         with self.timer.meeting(dist.get_world_size(group)):
             dist.all_reduce(figures, group=group)
 
@@ -168,58 +178,72 @@ class ShardedModel:
         return self.model
 
 
+@dataclass(frozen=True)
+class ShardOptions:
+    """How blocks are grouped into units, and what their gradients are summed in.
+
+    Without a `bucket` (bytes of the largest buffer), `together` blocks make a unit. `unsharded`:
+    the only rank trains the weights that it computes with.
+    """
+
+    bucket: int | None = None
+    together: int = 1
+    unsharded: bool = False
+    reduce: str = "fp32"
+
+
 def shard_model(
     model: nn.Module,
     blocks: list[tuple[str, nn.Module]],
     mesh: DeviceMesh,
     stage: int,
     precision: str,
-    bucket: int | None = None,
-    whole: bool = False,
-    together: int = 1,
-    reduce: str = "fp32",
+    options: ShardOptions | None = None,
 ) -> None:
-    """Divides each block (or what fits a bucket), then the rest, over the mesh; on `meta` it takes no memory.
-
-    `whole`: there is one rank, and what it trains is what it computes with. `together`: blocks of a unit where no
-    bucket is given. `reduce`: what gradients are added up in.
-    """
+    """Shards each block (or what fits a bucket), then the rest; on `meta` it takes no memory."""
+    options = options or ShardOptions()
     if TORCH < (2, 12):
         leave_integers_alone()
-    plain = set(model.parameters()) if whole else unmanaged(model, stage, precision)
-    options = _options(mesh, stage, precision, reduce)
-    for unit in choose_units(model, blocks, bucket, mesh.size(1), plain, together):
+    plain = set(model.parameters()) if options.unsharded else unmanaged(model, stage, precision)
+    settings = _fsdp_settings(mesh, stage, precision, options.reduce)
+    shards = mesh.size(1)
+    for unit in choose_units(model, blocks, options.bucket, shards, plain, options.together):
         modules: Any = list(unit.modules) if len(unit.modules) > 1 else unit.modules[0]
-        fully_shard(modules, ignored_params=plain, **options)
+        fully_shard(modules, ignored_params=plain, **settings)
 
 
 def shard_experts(
     experts: ExpertParallel, world: World, stage: int, precision: str, reduce: str = "fp32"
 ) -> None:
-    """Divides experts that are spread over ranks among those that have the same ones; before `shard_model`."""
+    """Shards experts over the ranks that hold the same ones; call before `shard_model`."""
     mesh = world.expert_shards
     assert mesh is not None
-    options = _options(mesh, stage, precision, reduce)
+    settings = _fsdp_settings(mesh, stage, precision, reduce)
     for module in experts.modules:
-        fully_shard(module, shard_placement_fn=experts.placement(mesh), **options)
+        fully_shard(module, shard_placement_fn=experts.placement(mesh), **settings)
     experts.average_over(world.mesh.size(), mesh)
 
 
-def _options(mesh: DeviceMesh, stage: int, precision: str, reduce: str) -> dict[str, Any]:
-    compute, sums = COMPUTE[precision], COMPUTE[reduce] if mesh.size() > 1 else torch.float32
-    fp32 = torch.float32
-    policy = MixedPrecisionPolicy(
-        None if compute is fp32 else compute, None if compute is sums is fp32 else sums
-    )
-    # With one replica the plain axis does: on two axes FSDP would call an all-reduce in a group of one.
+def _fsdp_settings(mesh: DeviceMesh, stage: int, precision: str, reduce: str) -> dict[str, Any]:
+    compute = COMPUTE[precision]
+    sums = COMPUTE[reduce] if mesh.size() > 1 else torch.float32
+    param_dtype = None if compute is torch.float32 else compute
+    reduce_dtype = None if compute is sums is torch.float32 else sums
+    # With one replica the shard axis is enough: with two axes FSDP would all-reduce over one rank.
     fsdp_mesh = mesh["shard"] if mesh.size(0) == 1 else mesh
+    policy = MixedPrecisionPolicy(param_dtype, reduce_dtype)
     return {"mesh": fsdp_mesh, "reshard_after_forward": stage == 3, "mp_policy": policy}
 
 
 def unmanaged(model: nn.Module, stage: int, precision: str) -> set[nn.Parameter]:
-    """Frozen parameters that every rank has whole at this stage and in the type they are used in: nothing to gather."""
+    """Frozen parameters with nothing to gather: unsharded at this stage, in the compute type."""
+    if stage == 3:
+        return set()
     compute = COMPUTE[precision]
-    return {
-        p for p in model.parameters()
-        if stage < 3 and not p.requires_grad and (p.dtype == compute or not p.is_floating_point())
-    }  # fmt: skip
+    parameters = set()
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            continue
+        if parameter.dtype == compute or not parameter.is_floating_point():
+            parameters.add(parameter)
+    return parameters

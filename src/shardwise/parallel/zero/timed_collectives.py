@@ -1,8 +1,8 @@
-"""Measures the collectives of a sharded model at FSDP's own seams: what gathers and reduces is wrapped, not replaced.
+"""Times the collectives of a sharded model by wrapping FSDP's gathers and reductions.
 
-All-gather and reduce-scatter are objects that FSDP calls. The all-reduce across replicas is not, but FSDP calls a hook
-right after it on the same stream; its time is from the end of what came before on the way (the reduce-scatter, or where
-there is none the copy into the buffer) to that hook.
+All-gather and reduce-scatter are objects that FSDP calls. The all-reduce across replicas is not,
+but FSDP calls a hook right after it on the same stream; it is timed from the end of the previous
+operation (the reduce-scatter, or without one the copy into the buffer) to that hook.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from shardwise.parallel.zero.collectives import WeightGather
 
 
 def watch_collectives(model: nn.Module, timer: Timer) -> None:
-    """From now on the timer hears of every gather and reduction of the model's parameters; call after sharding."""
+    """Reports every gather and reduction of the model's parameters to a timer, after sharding."""
     if not timer.on:
         return
     for unit in model.modules():
@@ -44,14 +44,14 @@ def watch_collectives(model: nn.Module, timer: Timer) -> None:
             reduce = _TimedReduce(reduce_scatter_of(group), timer)
             unit.set_custom_reduce_scatter(reduce)
             if is_hybrid(group):
-                unit.set_all_reduce_hook(
-                    reduce.all_reduced(all_reduce_group(group), all_reduce_hook(group))
-                )
+                hook = reduce.finish_hook(all_reduce_group(group), all_reduce_hook(group))
+                unit.set_all_reduce_hook(hook)
 
 
 class _TimedGather(AllGather):
     def __init__(self, inner: Any, timer: Timer) -> None:
-        self._inner, self._timer = inner, timer
+        self._inner = inner
+        self._timer = timer
 
     def allocate(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         buffer: torch.Tensor = self._inner.allocate(*args, **kwargs)
@@ -64,15 +64,17 @@ class _TimedGather(AllGather):
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> Any:
-        packed = isinstance(self._inner, WeightGather)
-        size = self._inner.moved(input_tensor, group.size()) if packed else output_tensor.nbytes
+        size = output_tensor.nbytes
+        if isinstance(self._inner, WeightGather):
+            size = self._inner.moved(input_tensor, group.size())
         with self._timer.collective("all_gather", size, group.size(), part="gather"):
             return self._inner(output_tensor, input_tensor, group, async_op)
 
 
 class _TimedReduce(ReduceScatter):
     def __init__(self, inner: Any, timer: Timer) -> None:
-        self._inner, self._timer = inner, timer
+        self._inner = inner
+        self._timer = timer
         self._open: AbstractContextManager[Any] | None = None
         self._replicas = 1
 
@@ -89,17 +91,16 @@ class _TimedReduce(ReduceScatter):
         op: Any,
         async_op: bool = False,
     ) -> Any:
-        with self._timer.collective(
-            "reduce_scatter", input_tensor.nbytes, group.size(), part="reduce"
-        ):
+        size = input_tensor.nbytes
+        with self._timer.collective("reduce_scatter", size, group.size(), part="reduce"):
             work = self._inner(output_tensor, input_tensor, group, op, async_op)
         self._begin(output_tensor)
         return work
 
-    def all_reduced(
+    def finish_hook(
         self, group: dist.ProcessGroup, then: Callable[[torch.Tensor], None] | None
     ) -> Any:
-        """A hook for the end of the all-reduce over `group`, followed by the one that was there."""
+        """A hook for the end of the all-reduce over `group`, which then calls the previous hook."""
         self._replicas = group.size()
 
         def hook(reduced: torch.Tensor) -> None:
@@ -112,7 +113,7 @@ class _TimedReduce(ReduceScatter):
         return hook
 
     def _begin(self, buffer: torch.Tensor) -> None:
-        """An all-reduce may follow; where none does (not the last micro-batch) this beginning is forgotten."""
+        """Starts to time an all-reduce; dropped if none follows (not the last micro-batch)."""
         self._open = self._timer.collective(
             "all_reduce", buffer.nbytes, self._replicas, part="reduce"
         )

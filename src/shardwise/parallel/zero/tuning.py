@@ -1,11 +1,13 @@
-"""How much travels at once and how far ahead, from what this link and this device do: `parallel.bucket` and `prefetch`.
+"""Measures link and device to choose how much is gathered at once, and how far ahead.
 
-Where either is `auto`, the ranks of a shard group time a few all-gathers and a matrix product at the start (about a
-second), and rank 0 decides for all:
-  together  blocks of a unit: doubled until latency is at most a tenth of a gather, as long as four units stay
-  prefetch  units ahead: what computes meanwhile lasts as long as a gather; 1 to 3, in a twentieth of the memory
-Neither changes a value. The number of blocks in a unit changes which rank's part a ring begins a sum with, so that on
-more than two ranks the last bits may differ; a run that goes on keeps what it began with (`sending.json`).
+Where `parallel.bucket` or `prefetch` is `auto`, the ranks of a shard group time a few all-gathers
+and a matrix product at the start (about a second), and rank 0 decides for all:
+  together  blocks of a unit: doubled until latency is at most a tenth of a gather, as long as four
+            units remain
+  prefetch  units ahead: their compute takes as long as a gather; 1 to 3, in a twentieth of memory
+Neither changes a value. The number of blocks in a unit changes the rank whose part a ring starts a
+sum with, so that on more than two ranks the last bits may differ; a resumed run uses the first
+run's choice (`sending.json`).
 """
 
 from __future__ import annotations
@@ -27,42 +29,41 @@ from shardwise.config.schema import Run
 from shardwise.core.dtypes import COMPUTE
 from shardwise.distributed.link_bench import call_of, fit, time_of
 from shardwise.distributed.mesh import World
-from shardwise.parallel.zero.overlap import CommSettings, given
+from shardwise.parallel.zero.overlap import CommSettings, requested_comm
 from shardwise.parallel.zero.stages import unmanaged
 
-SMALL = 16 << 20  # bytes of a model below which a step has nothing to gain that is worth a second
+SMALL = 16 << 20  # bytes of a model below which measuring costs more than it gains
 LATENCY = 0.1  # of a gather's transfer, at most
-LEAST_UNITS, MOST_AHEAD = 4, 3
-ROOM = 0.05  # of the device's memory, for what is gathered ahead
-SMALLEST, MIDDLE, LARGEST = (
-    4 << 10,
-    256 << 10,
-    64 << 20,
-)  # bytes of gathers that are timed, until one takes
-LONG = 0.025  # seconds
+LEAST_UNITS = 4
+MOST_AHEAD = 3
+ROOM = 0.05  # of the device's memory, for units gathered ahead
+SMALLEST = 4 << 10  # bytes of the first gather that is timed; then from MIDDLE up
+MIDDLE = 256 << 10
+LARGEST = 64 << 20
+LONG = 0.025  # seconds of a gather after which no larger one is timed
 FILE = "sending.json"
 
 
 @dataclass(frozen=True)
 class MeasuredLink:
-    """What a shard group's gathers do: bytes/s of a rank, seconds of a hop."""
+    """A shard group's gathers: bytes/s of a rank, seconds of a hop."""
 
     ranks: int
     bandwidth: float
     latency: float
 
     def seconds(self, gathered: float) -> float:
-        """A gather of so many bytes in all."""
+        """Seconds of a gather of `gathered` bytes in total."""
         return (self.ranks - 1) * (self.latency + gathered / self.ranks / self.bandwidth)
 
     def waits(self, gathered: float) -> float:
-        """Latency as a share of the transfer."""
+        """A gather's latency as a share of its transfer time."""
         return self.latency * self.ranks * self.bandwidth / gathered
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """A model's blocks: how many, and of a usual one the bytes that are gathered and the FLOPs of its forward."""
+    """A model's blocks: their count, and a typical one's gathered bytes and forward FLOPs."""
 
     count: int
     bytes: float
@@ -72,21 +73,27 @@ class Blocks:
 def choose(
     link: MeasuredLink, speed: float, blocks: Blocks, memory: float, frees: bool
 ) -> tuple[CommSettings, str]:
-    """What suits a link and a device of `speed` FLOP/s, and why; `frees`: blocks are gathered anew and freed."""
+    """The settings for a link and a device of `speed` FLOP/s, and the reason.
+
+    `frees`: blocks are gathered again for each use and freed.
+    """
     together = 1
-    while (
-        link.waits(together * blocks.bytes) > LATENCY and 2 * together * LEAST_UNITS <= blocks.count
-    ):
+    while 2 * together * LEAST_UNITS <= blocks.count:
+        if link.waits(together * blocks.bytes) <= LATENCY:
+            break
         together *= 2
-    sent, computed = link.seconds(together * blocks.bytes), together * blocks.flops / speed
-    ahead = min(MOST_AHEAD, max(1, math.ceil(sent / computed)))
-    while frees and ahead > 1 and ahead * together * blocks.bytes > ROOM * memory:
+    unit_bytes = together * blocks.bytes
+    gather_time = link.seconds(unit_bytes)
+    compute_time = together * blocks.flops / speed
+    ahead = min(MOST_AHEAD, max(1, math.ceil(gather_time / compute_time)))
+    while frees and ahead > 1 and ahead * unit_bytes > ROOM * memory:
         ahead -= 1
     units = f"{together} blocks a unit" if together > 1 else "one block a unit"
     why = (
-        f"{units}, {ahead} gathered ahead: {_told(sent)} to gather one ({link.bandwidth / 1e9:.3g} GB/s, "
-        f"{link.latency * 1e6:.0f} µs a hop: {link.waits(together * blocks.bytes):.0%} of it), "
-        f"{_told(computed)} to compute it at {speed / 1e12:.2g} TFLOP/s"
+        f"{units}, {ahead} gathered ahead: "
+        f"{_duration(gather_time)} to gather one ({link.bandwidth / 1e9:.3g} GB/s, "
+        f"{link.latency * 1e6:.0f} µs a hop: {link.waits(unit_bytes):.0%} of it), "
+        f"{_duration(compute_time)} to compute it at {speed / 1e12:.2g} TFLOP/s"
     )
     return CommSettings(together=together, prefetch=ahead), why
 
@@ -99,93 +106,102 @@ def tune(
     say: Callable[[str], None] = lambda _: None,
     output: Path | None = None,
 ) -> CommSettings:
-    """What the run says, with `auto` answered by a measurement; collective, the same on every rank.
+    """The run's settings, with `auto` replaced by a measured choice; the same on every rank.
 
-    `output`: where a run that goes on finds what it began with.
+    A collective. `output`: the folder where a resumed run finds the first run's choice.
     """
-    said, parallel = given(run.parallel), run.parallel
-    shard, plus = world.mesh.size(1), parallel.hpz_size or parallel.quantize_weights
-    if "auto" not in (parallel.bucket, parallel.prefetch) or shard == 1 or plus:
-        return said
+    requested = requested_comm(run.parallel)
+    parallel = run.parallel
+    shard = world.mesh.size(1)
+    if "auto" not in (parallel.bucket, parallel.prefetch) or shard == 1:
+        return requested
+    if parallel.hpz_size or parallel.quantize_weights:
+        return requested
     if parallel.beyond_data or run.offload.parameters != "none":
-        return said
-    known = _blocks(run, model, blocks)
-    if known.count < 2 or known.count * known.bytes < SMALL:
-        return said
-    of = [shard, world.size, known.count, known.bytes, known.flops]
-    found: list[Any] = [_kept(output, of) if world.is_main and run.resume != "never" else None]
-    dist.broadcast_object_list(found, 0, group=world.control)
-    if found[0] is None:
+        return requested
+    sizes = _blocks(run, model, blocks)
+    if sizes.count < 2 or sizes.count * sizes.bytes < SMALL:
+        return requested
+    key = [shard, world.size, sizes.count, sizes.bytes, sizes.flops]
+    choice: list[Any] = [None]
+    if world.is_main and run.resume != "never":
+        choice = [_saved_choice(output, key)]
+    dist.broadcast_object_list(choice, 0, group=world.control)
+    if choice[0] is None:
         link = measure_link(world)
         speed = measure_speed(world.device, COMPUTE[run.precision])
-        found = [choose(link, speed, known, _memory(world), parallel.zero == 3)]
-        dist.broadcast_object_list(found, 0, group=world.control)
+        choice = [choose(link, speed, sizes, _memory(world), parallel.zero == 3)]
+        dist.broadcast_object_list(choice, 0, group=world.control)
         if world.is_main and output is not None:
             output.mkdir(parents=True, exist_ok=True)
-            (output / FILE).write_text(
-                json.dumps({"of": of, "sending": asdict(found[0][0]), "why": found[0][1]})
-            )
-    sending: CommSettings = found[0][0]
-    say(f"communication: {found[0][1]}")
+            record = {"of": key, "sending": asdict(choice[0][0]), "why": choice[0][1]}
+            (output / FILE).write_text(json.dumps(record))
+    comm: CommSettings = choice[0][0]
+    say(f"communication: {choice[0][1]}")
     if parallel.bucket != "auto":
-        sending = replace(sending, bucket=said.bucket, together=1)
+        comm = replace(comm, bucket=requested.bucket, together=1)
     if parallel.prefetch != "auto":
-        sending = replace(sending, prefetch=said.prefetch)
-    return sending
+        comm = replace(comm, prefetch=requested.prefetch)
+    return comm
 
 
 def measure_link(world: World) -> MeasuredLink:
-    """All-gathers in the shard groups, all groups at once, as steps make them; the slowest rank's times."""
-    group, ranks, device = world.mesh["shard"].get_group(), world.mesh.size(1), world.device
+    """Times all-gathers in all shard groups at once, as steps run them; the slowest rank counts."""
+    group = world.mesh["shard"].get_group()
+    ranks = world.mesh.size(1)
+    device = world.device
 
     def gather(size: int) -> tuple[int, float]:
         elements = max(1, size // 4 // ranks) * ranks
-        return 4 * elements, time_of(
-            call_of("all_gather", elements, ranks, group, device), LONG / 8, device
-        )
+        call = call_of("all_gather", elements, ranks, group, device)
+        return 4 * elements, time_of(call, LONG / 8, device)
 
-    small, size = gather(SMALLEST), MIDDLE
-    while (large := gather(size))[
-        1
-    ] < LONG and size < LARGEST:  # a step at a time: nobody knows yet how slow it is
+    small = gather(SMALLEST)
+    size = MIDDLE
+    large = gather(size)
+    while large[1] < LONG and size < LARGEST:  # step by step: the link may be slow
         size *= 4
-    # The ends alone: links that let the first megabyte through at once make those between look fast.
-    found = fit(ranks, {"all_gather": dict((small, large))})
-    return MeasuredLink(ranks, found.bandwidth, found.latency)
+        large = gather(size)
+    # The ends alone: links that pass the first megabyte at once make sizes in between look fast.
+    line = fit(ranks, {"all_gather": dict((small, large))})
+    return MeasuredLink(ranks, line.bandwidth, line.latency)
 
 
 def measure_speed(device: torch.device, dtype: torch.dtype) -> float:
-    """FLOP/s of a matrix product of a usual size."""
-    size, rounds = (4096, 10) if device.type == "cuda" else (768, 3)
-    one = torch.randn(size, size, device=device, dtype=dtype)
-    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    """FLOP/s of a matrix product of a typical size."""
+    cuda = device.type == "cuda"
+    size = 4096 if cuda else 768
+    rounds = 10 if cuda else 3
+    matrix = torch.randn(size, size, device=device, dtype=dtype)
+    wait = torch.cuda.synchronize if cuda else lambda: None
     best = math.inf
     for _ in range(3):
         wait()
-        begun = time.perf_counter()
+        start = time.perf_counter()
         for _ in range(rounds):
-            one @ one
+            matrix @ matrix
         wait()
-        best = min(best, (time.perf_counter() - begun) / rounds)
+        best = min(best, (time.perf_counter() - start) / rounds)
     return 2 * size**3 / best
 
 
 def _blocks(run: Run, model: nn.Module, blocks: list[tuple[str, nn.Module]]) -> Blocks:
-    """Of blocks as they are on `meta`; the usual one is the middle one by size."""
-    alone, element = (
-        unmanaged(model, run.parallel.zero, run.precision),
-        COMPUTE[run.precision].itemsize,
-    )
+    """Measures blocks on `meta`; the typical one is the middle one by size."""
+    plain = unmanaged(model, run.parallel.zero, run.precision)
+    itemsize = COMPUTE[run.precision].itemsize
     tokens = int(run.train.micro_batch_size) * run.data.sequence_length
     sizes = []
     for _, block in blocks:
-        moved = [p for p in block.parameters() if p not in alone]
-        gathered = sum(
-            p.numel() * (element if p.is_floating_point() else p.element_size()) for p in moved
-        )
-        sizes.append((gathered, 2 * tokens * sum(p.numel() for p in block.parameters())))
-    middle = sorted(sizes)[len(sizes) // 2] if sizes else (0, 0)
-    return Blocks(len(sizes), float(middle[0]), float(middle[1]))
+        elements = 0
+        gathered = 0
+        for p in block.parameters():
+            elements += p.numel()
+            if p in plain:
+                continue
+            gathered += p.numel() * (itemsize if p.is_floating_point() else p.element_size())
+        sizes.append((gathered, 2 * tokens * elements))
+    gathered, flops = sorted(sizes)[len(sizes) // 2] if sizes else (0, 0)
+    return Blocks(len(sizes), float(gathered), float(flops))
 
 
 def _memory(world: World) -> float:
@@ -195,25 +211,23 @@ def _memory(world: World) -> float:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / local
 
 
-def _kept(output: Path | None, of: list[Any]) -> tuple[CommSettings, str] | None:
-    """What an earlier run of this folder chose for the same model and ranks; None where that is not to be read."""
+def _saved_choice(output: Path | None, key: list[Any]) -> tuple[CommSettings, str] | None:
+    """The choice of an earlier run in this folder for the same model and ranks, if readable."""
+    if output is None:
+        return None
     try:
-        kept = json.loads((output / FILE).read_text()) if output is not None else {}
-        if kept["of"] != of:
+        saved = json.loads((output / FILE).read_text())
+        if saved["of"] != key:
             return None
-        sending, why = (
-            CommSettings(None, int(kept["sending"]["together"]), int(kept["sending"]["prefetch"])),
-            kept["why"],
-        )
+        together = int(saved["sending"]["together"])
+        prefetch = int(saved["sending"]["prefetch"])
+        why = saved["why"]
     except (OSError, ValueError, TypeError, KeyError):
         return None
-    usual = (
-        sending.together >= 1
-        and 0 <= (sending.prefetch or 0) <= MOST_AHEAD
-        and isinstance(why, str)
-    )
-    return (sending, f"{why} (as before)") if usual else None
+    if together < 1 or not 0 <= prefetch <= MOST_AHEAD or not isinstance(why, str):
+        return None
+    return CommSettings(None, together, prefetch), f"{why} (as before)"
 
 
-def _told(seconds: float) -> str:
+def _duration(seconds: float) -> str:
     return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"

@@ -1,12 +1,13 @@
-"""Which modules are gathered and reduced together: one block at a time, or as `parallel.bucket` bounds it.
+"""Chooses which modules are gathered and reduced together: single blocks, or by `parallel.bucket`.
 
-A unit's parameters travel in one collective, so its buffer is as large as they are. What is counted is the larger of
-the two buffers, that of the gradients: four bytes per element, with each parameter's rows filled up to a multiple of
-the ranks that divide it. A gather in half precision takes half of that. Packed weights have no gradients: one byte.
+A unit's parameters are communicated in one collective, so its buffer is as large as they are. The
+size counted is that of the larger of two buffers, the one of the gradients: four bytes per element,
+with each parameter's rows padded to a multiple of the ranks that shard it. A gather in half
+precision takes half of that. Packed weights have no gradients: one byte.
 
-A block over the bucket gives up its largest children, one after the other, until the rest fits; a child over the bucket
-is treated likewise. A module that holds more than a bucket by itself cannot be divided and is a unit of its own.
-Neighbouring blocks that fit into one bucket together are one unit.
+A block over the bucket gives up its largest children, one after the other, until the rest fits; a
+child over the bucket is treated likewise. A module that holds more than a bucket by itself cannot
+be split and is a unit of its own. Neighbouring blocks that fit into one bucket are one unit.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ REDUCE_BYTES = 4  # as in fp32, whatever the compute type and `parallel.reduce_d
 
 @dataclass(frozen=True)
 class FSDPUnit:
-    """Modules whose parameters travel together, and the bytes of their largest buffer."""
+    """Modules whose parameters are communicated together, and the bytes of the largest buffer."""
 
     names: tuple[str, ...]
     modules: tuple[nn.Module, ...]
@@ -41,76 +42,82 @@ def choose_units(
     unmanaged: Collection[nn.Parameter] = (),
     together: int = 1,
 ) -> list[FSDPUnit]:
-    """The units in the order in which they must be sharded, the model itself last; see the module's text.
+    """The units in the order in which they must be sharded, the model itself last.
 
     Without a bucket, `together` is how many neighbouring blocks make a unit.
     """
     parts = _Parts(model, shard, unmanaged)
-    if bucket is None:
-        return [
-            *(parts.take(some) for some in _neighbours(blocks, together)),
-            parts.take([("", model)]),
-        ]
     units: list[FSDPUnit] = []
+    if bucket is None:
+        for neighbours in _neighbours(blocks, together):
+            units.append(parts.take(neighbours))
+        return [*units, parts.take([("", model)])]
     joined: list[tuple[str, nn.Module]] = []
     for name, block in blocks:
-        near = bool(joined) and name.rpartition(".")[0] == joined[0][0].rpartition(".")[0]
-        if joined and not (
-            near and parts.bytes_of([block, *(module for _, module in joined)]) <= bucket
-        ):
-            units.append(parts.take(joined))
-            joined = []
+        if joined:
+            modules = [block, *(module for _, module in joined)]
+            if _list_of(name) != _list_of(joined[0][0]) or parts.bytes_of(modules) > bucket:
+                units.append(parts.take(joined))
+                joined = []
         if parts.bytes_of([block]) <= bucket:
             joined.append((name, block))
             continue
-        units += _divide(parts, name, block, bucket)
+        units += _split(parts, name, block, bucket)
         if parts.free(block):
             units.append(parts.take([(name, block)]))
     if joined:
         units.append(parts.take(joined))
-    units += _divide(parts, "", model, bucket)
+    units += _split(parts, "", model, bucket)
     return [*units, parts.take([("", model)])]
 
 
+def _list_of(name: str) -> str:
+    """The module list that a block is in."""
+    return name.rpartition(".")[0]
+
+
 def _neighbours(
-    blocks: list[tuple[str, nn.Module]], most: int
+    blocks: list[tuple[str, nn.Module]], size: int
 ) -> Iterator[list[tuple[str, nn.Module]]]:
-    """Blocks that follow one another in one list, so many at a time."""
-    for _, run in groupby(blocks, key=lambda block: block[0].rpartition(".")[0]):
-        near = list(run)
-        yield from (near[at : at + most] for at in range(0, len(near), most))
+    """Blocks that follow one another in one list, `size` at a time."""
+    for _, group in groupby(blocks, key=lambda block: _list_of(block[0])):
+        neighbours = list(group)
+        for start in range(0, len(neighbours), size):
+            yield neighbours[start : start + size]
 
 
 def describe_units(units: list[FSDPUnit], bucket: int) -> str:
-    """What the plan says of them."""
-    largest = max(unit.bytes for unit in units)
-    text = f"{len(units)} units, the largest buffer {largest / 1e6:,.1f} MB (bucket {bucket / 1e6:,.1f} MB)"
+    """A line for the plan: how many units, their largest buffer, and those over the bucket."""
+    largest = max(unit.bytes for unit in units) / 1e6
+    text = f"{len(units)} units, the largest buffer {largest:,.1f} MB"
+    text += f" (bucket {bucket / 1e6:,.1f} MB)"
     over = [unit for unit in units if unit.bytes > bucket]
     if over:
-        named = ", ".join(
-            f"{unit.names[0] or 'the rest'} {unit.bytes / 1e6:,.1f} MB" for unit in over[:3]
-        )
+        names = [f"{u.names[0] or 'the rest'} {u.bytes / 1e6:,.1f} MB" for u in over[:3]]
+        named = ", ".join(names)
         more = f" and {len(over) - 3} more" if len(over) > 3 else ""
         text += f"; over it, because one module cannot be divided: {named}{more}"
     return text
 
 
 @contextmanager
-def explain_divided(bucket: int | None) -> Iterator[None]:
-    """Around a first forward: a module that reaches for another's parameters finds shards where it was divided."""
+def explain_shard_access(bucket: int | None) -> Iterator[None]:
+    """Around a first forward, explains the error of a module that reads another's shards."""
     try:
         yield
     except RuntimeError as error:
         if bucket is None or "DTensor" not in str(error):
             raise
-        problem = "a module of this model uses parameters of another without calling it, so it cannot be divided so far"
-        raise UserError(
-            "parallel.bucket", bucket, problem, "use a larger bucket, or leave it out"
-        ) from error
+        problem = (
+            "a module of this model uses parameters of another without calling it, "
+            "so it cannot be divided so far"
+        )
+        remedy = "use a larger bucket, or leave it out"
+        raise UserError("parallel.bucket", bucket, problem, remedy) from error
 
 
 class _Parts:
-    """Sizes of what no unit has taken yet."""
+    """The parameters that no unit has taken yet, and their sizes."""
 
     def __init__(self, model: nn.Module, shard: int, unmanaged: Collection[nn.Parameter]) -> None:
         self._shard = shard
@@ -119,30 +126,34 @@ class _Parts:
         for module in model.modules():
             for parameter in module.parameters(recurse=False):
                 owners[id(parameter)] = owners.get(id(parameter), 0) + 1
-        self._shared = {one for one, count in owners.items() if count > 1}
+        self._shared = {key for key, count in owners.items() if count > 1}
 
     def free(self, module: nn.Module) -> list[nn.Parameter]:
         """Parameters of a module that no unit has taken."""
         return [p for p in module.parameters() if id(p) not in self._taken]
 
     def movable(self, module: nn.Module) -> bool:
-        """Whether a module may become a unit: a parameter that modules share (tied embeddings) must stay above both."""
-        free = self.free(module)
-        return bool(free) and not any(id(p) in self._shared for p in free)
+        """Whether a module may become a unit: shared parameters (tied embeddings) must not move."""
+        free = {id(p) for p in self.free(module)}
+        return bool(free) and free.isdisjoint(self._shared)
 
     def bytes_of(self, modules: list[nn.Module]) -> int:
-        """Bytes of the largest buffer of what is left of these modules; what is frozen is gathered only."""
-        free = {id(p): p for module in modules for p in self.free(module)}
-        return sum(
-            (REDUCE_BYTES if p.requires_grad else p.element_size()) * self._padded(p)
-            for p in free.values()
-        )
+        """Bytes of the largest buffer for the rest of these modules; frozen ones are not summed."""
+        free: set[nn.Parameter] = set()
+        for module in modules:
+            free.update(self.free(module))
+        total = 0
+        for parameter in free:
+            size = REDUCE_BYTES if parameter.requires_grad else parameter.element_size()
+            total += size * self._padded(parameter)
+        return total
 
     def take(self, named: list[tuple[str, nn.Module]]) -> FSDPUnit:
-        """Makes a unit of what is left of some modules."""
-        modules = [module for _, module in named]
-        unit = FSDPUnit(tuple(name for name, _ in named), tuple(modules), self.bytes_of(modules))
-        self._taken |= {id(p) for module in modules for p in self.free(module)}
+        """Makes a unit of the rest of some modules."""
+        names, modules = zip(*named, strict=True)
+        unit = FSDPUnit(names, modules, self.bytes_of(list(modules)))
+        for module in modules:
+            self._taken |= {id(p) for p in self.free(module)}
         return unit
 
     def _padded(self, parameter: nn.Parameter) -> int:
@@ -152,21 +163,20 @@ class _Parts:
         return parameter.numel() // max(1, rows) * (-(-rows // self._shard) * self._shard)
 
 
-def _divide(parts: _Parts, name: str, module: nn.Module, bucket: int) -> list[FSDPUnit]:
-    """Units of children, taken until what is left of the module fits or there is nothing to take."""
+def _split(parts: _Parts, name: str, module: nn.Module, bucket: int) -> list[FSDPUnit]:
+    """Units of children, taken until the rest of the module fits or nothing is left to take."""
     units: list[FSDPUnit] = []
     stuck: set[nn.Module] = set()
     while (size := parts.bytes_of([module])) > bucket:
-        children = [
-            (n, child)
-            for n, child in children_of(name, module)
-            if parts.free(child) and child not in stuck
-        ]
+        children = []
+        for key, child in children_of(name, module):
+            if parts.free(child) and child not in stuck:
+                children.append((key, child))
         if not children:
-            break  # what is left are parameters of its own, or tied ones
+            break  # the rest are parameters of its own, or tied ones
         key, child = max(children, key=lambda item: parts.bytes_of([item[1]]))
         if parts.bytes_of([child]) > bucket or not parts.movable(child):
-            units += _divide(parts, key, child, bucket)
+            units += _split(parts, key, child, bucket)
             if parts.bytes_of([module]) < size:
                 continue  # it may be small enough now to stay
         if parts.movable(child):

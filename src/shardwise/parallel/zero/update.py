@@ -1,4 +1,4 @@
-"""One update of the parameters: unscale, norm, clip, step; or, eagerly, each parameter once its gradient is known.
+"""One update of the parameters: unscale, norm, clip, step; or, eagerly, each after its gradient.
 
 The loop and the engine call it once per optimizer step, after the last micro-batch's backward.
 """
@@ -22,8 +22,9 @@ from shardwise.parallel.zero.stages import ShardedModel
 class Update:
     """Steps an optimizer over a sharded model's parameters.
 
-    `eager` is the share of the parameters that is updated during backward, their gradients freed at once; the norm is
-    then known only afterwards, so there is no clipping and no loss scale. Only an offloaded optimizer tells 0.5 from 1.
+    `eager` is the share of the parameters updated during backward, their gradients freed at once;
+    the norm is known only afterwards, so there is no clipping and no loss scale. For an optimizer
+    that is not offloaded any share above 0 means all.
     """
 
     def __init__(
@@ -37,39 +38,42 @@ class Update:
         settle: Callable[[], None] = lambda: None,
         then: Callable[[torch.Tensor | bool], None] = lambda taken: None,
     ) -> None:
-        """`settle` is called before anything changes: what is being saved may still be on its way to the host.
+        """`settle` is called before anything changes: a checkpoint may still be copied to the host.
 
-        `then` is called after each step, with whether it changed the parameters (0 or 1 on the device, or a bool).
+        `then` is called after each step with whether it changed the parameters (0 or 1 on the
+        device, or a bool).
         """
-        assert not (eager and (clip is not None or scaler.is_enabled())), (
+        assert not eager or (clip is None and not scaler.is_enabled()), (
             "the config is checked before"
         )
-        self.sharded, self.optimizer, self.scaler, self.clip, self.eager = (
-            sharded,
-            optimizer,
-            scaler,
-            clip,
-            eager,
-        )
+        self.sharded = sharded
+        self.optimizer = optimizer
+        self.scaler = scaler
+        self.clip = clip
+        self.eager = eager
+        self.settle = settle
+        self._then = then
         self._offloaded = optimizer if isinstance(optimizer, OffloadedOptimizer) else None
-        self.settle, self._then = settle, then
         self._squares: list[torch.Tensor] = []
         if self._offloaded is not None:
-            self._offloaded.attach(sharded, self._known if eager else None, accumulates, eager)
+            on_complete = self._record_norm if eager else None
+            self._offloaded.attach(sharded, on_complete, accumulates, eager)
         elif eager:
-            self._group_of = {p: g for g in optimizer.param_groups for p in g["params"]}
+            self._group_of: dict[nn.Parameter, dict[str, Any]] = {}
+            for group in optimizer.param_groups:
+                self._group_of |= dict.fromkeys(group["params"], group)
             for parameter in sharded.parameters.values():
-                parameter.register_post_accumulate_grad_hook(self._step_one)
+                parameter.register_post_accumulate_grad_hook(self._accumulated)
 
     @property
     def consumes(self) -> bool:
-        """Whether gradients may be gone before the update is asked for."""
+        """Whether gradients may be freed before the update is called."""
         return self._offloaded is not None or bool(self.eager)
 
     def __call__(self, allowed: Callable[[torch.Tensor], bool] | None = None) -> torch.Tensor:
-        """Updates the parameters, forgets the gradients, and returns their norm before clipping, on the device.
+        """Updates the parameters, frees the gradients, and returns their norm before clipping.
 
-        `allowed` is asked first, with the norm, whether to update at all.
+        The norm stays on the device. `allowed` decides by it whether to update at all.
         """
         self.settle()
         norm = self._step(allowed)
@@ -80,35 +84,37 @@ class Update:
     def _step(self, allowed: Callable[[torch.Tensor], bool] | None) -> torch.Tensor:
         if self.eager:
             assert allowed is None, "the config is checked before"
-            self.optimizer.step()  # what got its gradient late, or none
+            self.optimizer.step()  # parameters with a late gradient, or none
             self._then(True)
             return self._eager_norm()
         self.scaler.unscale_(self.optimizer)
         if self.sharded.copies is not None and self.scaler.is_enabled():
             self.scaler.agree(self.optimizer)
+        options: dict[str, torch.Tensor | None] = {}
         if self._offloaded is None:
             norm = self.sharded.clip(self.clip)
-            if does := allowed is None or allowed(norm):
-                self.scaler.step(self.optimizer)
         else:
             norm = self._offloaded.norm()
             scale = None if self.clip is None else torch.clamp(self.clip / (norm + 1e-6), max=1.0)
-            if does := allowed is None or allowed(norm):
-                self.scaler.step(self.optimizer, scale=scale)
-        self._then(self.scaler.taken(self.optimizer) if does else False)
+            options["scale"] = scale
+        if allowed is None or allowed(norm):
+            self.scaler.step(self.optimizer, **options)
+            self._then(self.scaler.taken(self.optimizer))
+        else:
+            self._then(False)
         self.scaler.update()
         return norm
 
-    def _known(self, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
-        """A gradient is complete, and its parameter is updated next: for the norm."""
+    def _record_norm(self, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
+        """Adds a complete gradient to the norm; its parameter is updated next."""
         self.settle()
         self._squares.append(norm_of(local_of(gradient)).square())
 
-    def _step_one(self, parameter: torch.Tensor) -> None:
+    def _accumulated(self, parameter: torch.Tensor) -> None:
         if not self.sharded.last or parameter.grad is None:
             return
         assert isinstance(parameter, nn.Parameter)
-        self._known(parameter, parameter.grad)
+        self._record_norm(parameter, parameter.grad)
         if isinstance(self.optimizer, (Elementwise, AdamMini)):
             self.optimizer.update(self._group_of[parameter], [parameter])
         else:
@@ -116,7 +122,7 @@ class Update:
         parameter.grad = None
 
     def _step_alone(self, parameter: nn.Parameter) -> None:
-        """One of torch's optimizers, shown this parameter alone."""
+        """Steps one of torch's optimizers with only this parameter in its groups."""
         groups = [group["params"] for group in self.optimizer.param_groups]
         for group, params in zip(self.optimizer.param_groups, groups, strict=True):
             group["params"] = [p for p in params if p is parameter]
@@ -125,8 +131,9 @@ class Update:
             group["params"] = params
 
     def _eager_norm(self) -> torch.Tensor:
-        squares, self._squares = self._squares, []
-        total = torch.stack([norm_of(torch.zeros(1, device=self.sharded.device)), *squares]).sum()
+        zero = norm_of(torch.zeros(1, device=self.sharded.device))
+        total = torch.stack([zero, *self._squares]).sum()
+        self._squares = []
         shard = self.sharded.mesh["shard"]
         if shard.size() > 1:
             self.sharded.sum_up(total, shard.get_group())
