@@ -2,9 +2,10 @@
 
 The trial runs in one process. The reference is the model's output for each document alone. First,
 full rows run through our attention, and the output of every module is recorded. Then each rank's
-part of the rows runs, with recorded keys in the place of those of other ranks. A module that mixes positions other than by attention, computes positions by itself or masks by itself gives
-another output for the part: the first such module is identified. If it is inside of a block, that
-part of the block gets full rows (gather.py), and the trial starts again.
+part of the rows runs, with recorded keys in the place of those of other ranks. A module that mixes
+positions other than by attention, computes positions by itself or masks by itself gives another
+output for the part: the first such module is identified. If it is inside of a block, that part of
+the block gets full rows (gather.py), and the trial starts again.
 """
 
 from __future__ import annotations

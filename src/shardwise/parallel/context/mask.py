@@ -118,7 +118,7 @@ class ContextRows(OwnRows):
             raise CannotParallelize("", "masks a sequence of another length than it was given")
         from transformers.masking_utils import causal_mask_function
 
-        rule = kwargs.get("mask_function", causal_mask_function)
+        rule = rule_of(kwargs.get("mask_function", causal_mask_function))
         documents = self.layout.on(self.device)
         kwargs |= {
             "q_length": documents.width,
@@ -126,7 +126,7 @@ class ContextRows(OwnRows):
             "attention_mask": RowsMask(documents),
         }
         make_full = partial(ask, **kwargs)
-        return ContextMask(self.layout, rule_of(rule), self.attends, self.device, make_full)
+        return ContextMask(self.layout, rule, self.attends, self.device, make_full)
 
 
 def rule_of(function: Any) -> VisibilityRule:
