@@ -334,6 +334,6 @@ def _repeated(x: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
 def _summed(grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """The gradient of `x` from the gradient of its repeated heads."""
     grad = grad.to(wide(grad.dtype))
-    if grad.shape[1] == x.shape[1]:
-        return grad
-    return grad.unflatten(1, (x.shape[1], -1)).sum(2)
+    if grad.shape[1] != x.shape[1]:
+        grad = grad.unflatten(1, (x.shape[1], -1)).sum(2)
+    return grad

@@ -314,7 +314,7 @@ class _Recorder:
 
             def argument(place: str, leaf: Any) -> Any:
                 if isinstance(leaf, (ContextRows, ContextMask)):
-                    leaf = leaf.whole
+                    leaf = leaf.full
                 if recording:
                     recorded[place] = leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
                     return leaf

@@ -83,7 +83,7 @@ class Gathering:
 
             def argument(place: str, leaf: Any) -> Any:
                 if isinstance(leaf, (ContextRows, ContextMask)):
-                    return leaf.whole
+                    return leaf.full
                 if place not in calls.arguments:
                     return leaf
                 return self._gather(leaf, calls.arguments[place])

@@ -106,7 +106,7 @@ class ContextRows(OwnRows):
         return super().__torch_function__(func, types, args, kwargs)
 
     @cached_property
-    def whole(self) -> Any:
+    def full(self) -> Any:
         """The mask of the full rows: aware of documents, or a tensor where rows hold only one."""
         documents = self.layout.on(self.device)
         if self.layout.packed or self.layout.real.all():
@@ -201,7 +201,7 @@ class ContextMask(OwnMask):
         )
 
     @cached_property
-    def whole(self) -> Any:
+    def full(self) -> Any:
         """The mask of the full rows, as the model would get it on one rank."""
         assert self._make_full is not None
         return self._make_full()
@@ -211,7 +211,7 @@ class ContextMask(OwnMask):
         if (args, kwargs) not in (((torch.bool,), {}), ((), {"dtype": torch.bool})):
             return self.real
         return ContextMask(
-            self.layout, self.rule, self.attends, self.device, lambda: self.whole.to(torch.bool)
+            self.layout, self.rule, self.attends, self.device, lambda: self.full.to(torch.bool)
         )
 
     def attend(

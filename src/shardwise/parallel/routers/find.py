@@ -72,12 +72,12 @@ class Routers:
 
     def modules(self, model: nn.Module) -> dict[nn.Module, Site]:
         """The routers of a model of this class."""
-        found = {}
+        sites: dict[nn.Module, Site] = {}
         for name, module in model.named_modules():
             for site in self.sites:
                 if site.holds(name, module):
-                    found[module] = site
-        return found
+                    sites[module] = site
+        return sites
 
 
 _CACHE: dict[tuple[type, str, str], Routers | None] = {}
