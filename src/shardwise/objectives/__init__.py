@@ -1,1 +1,1 @@
-"""What a model is trained to do: each objective turns a micro-batch into a summed loss."""
+"""Training objectives: each turns a micro-batch into a summed loss."""

@@ -1,4 +1,4 @@
-"""Telling the class of a text."""
+"""Text classification."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shardwise.nn.objective import Loss, sum_by_source
 
 
 class ClassifyObjective:
-    """Cross-entropy over classes; `accuracy` is the share of texts whose likeliest class is the right one."""
+    """Cross-entropy over classes; `accuracy`: the share of texts whose likeliest class is right."""
 
     figures: tuple[str, ...] = ("accuracy",)
     of_tokens = False
@@ -24,10 +24,10 @@ class ClassifyObjective:
 
     def __call__(self, model: Any, batch: RowBatch) -> Loss:
         """Sum of -log p over the texts of the micro-batch."""
-        batch = batch if self._typed else replace(batch, token_type_ids=None)
+        if not self._typed:
+            batch = replace(batch, token_type_ids=None)
         logits = model(**batch.inputs).logits.float()
         losses = F.cross_entropy(logits, batch.labels, reduction="none")
         loss = sum_by_source(losses, torch.ones_like(losses), batch.sources, batch.source_count)
-        return replace(
-            loss, figures={"accuracy": (logits.detach().argmax(-1) == batch.labels).sum()}
-        )
+        right = (logits.detach().argmax(-1) == batch.labels).sum()
+        return replace(loss, figures={"accuracy": right})

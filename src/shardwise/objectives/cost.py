@@ -1,4 +1,4 @@
-"""What an objective holds besides the model that is trained, for the plan of a run."""
+"""Memory of the models that an objective needs besides the trained one, for a run's plan."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def held_besides(job: ResolvedRun) -> Iterator[tuple[str, str, float, str]]:
-    """A name, what it is, the bytes of it that each rank holds on its device, and what else is to be said."""
+    """Each model's name, description, bytes on each rank's device, and a remark."""
     run = job.run
     shard = shard_size(run.parallel.zero, run.parallel.dp_shard_size, job.ranks)
     settings = run.objective
@@ -34,6 +34,6 @@ def held_besides(job: ResolvedRun) -> Iterator[tuple[str, str, float, str]]:
         if teacher.answers is None:
             yield "teacher", f"{what} in {run.precision}", size, ""
         else:
-            each = f"{8 * teacher.answers.k + 4} bytes per learned token"
-            stored = f"asked once for {each} in {teacher.answers.root}, then let go"
-            yield "teacher", f"{what} in {run.precision}", size, stored
+            answers = f"{8 * teacher.answers.k + 4} bytes per learned token"
+            remark = f"asked once for {answers} in {teacher.answers.root}, then let go"
+            yield "teacher", f"{what} in {run.precision}", size, remark

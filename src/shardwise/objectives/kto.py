@@ -1,9 +1,9 @@
-"""Learning from answers that are wanted or not, one by one: KTO (arXiv 2402.01306) with its point of reference at 0.
+"""KTO (arXiv 2402.01306): single answers labelled wanted or unwanted, with a reference point of 0.
 
-[Note: point of reference] The paper measures an answer's reward against the mean divergence from the reference,
-estimated on answers to other prompts of the same batch. That makes an answer's loss depend on which others it is
-computed with, so that accumulation and more ranks would train something else, and costs another forward. The estimate
-is never taken below 0, and 0 is what it is at the start: we take that throughout.
+[Note: point of reference] The paper subtracts the mean divergence from the reference, estimated on
+answers to other prompts of the same batch. An answer's loss would then depend on the rest of its
+batch, so accumulation and more ranks would change training, and it costs another forward. The
+estimate is clamped at 0, and is 0 at the start of training: here it is always 0.
 """
 
 from __future__ import annotations
@@ -19,34 +19,31 @@ from shardwise.objectives.answer_log_probs import AnswerLogProbs, Reference, jud
 
 
 class KtoObjective:
-    """1 - σ(±β · how much likelier than by the reference the answer is), + for wanted ones.
+    """1 - σ(±β · log-ratio of model and reference), with + for wanted answers.
 
-    The figure `reward` is this ± mean: it rises when wanted answers become likelier and unwanted ones less so.
+    The figure `reward` is the mean of the argument of σ: it rises when wanted answers become
+    likelier and unwanted ones less likely.
     """
 
     figures: tuple[str, ...] = ("accuracy", "reward")
     of_tokens = False
 
     def __init__(self, model: Any, apart: bool, settings: Kto, reference: Reference) -> None:
-        self._log_probs, self._settings, self._reference = (
-            AnswerLogProbs(model, apart),
-            settings,
-            reference,
-        )
+        self._log_probs = AnswerLogProbs(model, apart)
+        self._settings = settings
+        self._reference = reference
 
     def __call__(self, model: Any, batch: PreferenceBatch) -> Loss:
-        """Summed over the answers of the micro-batch."""
+        """The loss, summed over the answers of the micro-batch."""
         assert batch.wanted is not None
         before = self._log_probs.before(self._reference, model, batch)
         wanted = batch.wanted.to(before.dtype)
-        reward = (
-            (2 * wanted - 1) * self._settings.beta * (self._log_probs(model, batch)[0] - before)
-        )
+        sums, _ = self._log_probs(model, batch)
+        reward = (2 * wanted - 1) * self._settings.beta * (sums - before)
         weights = torch.lerp(
             torch.full_like(wanted, self._settings.undesirable_weight),
             torch.full_like(wanted, self._settings.desirable_weight),
             wanted,
         )
-        return judged_loss(
-            weights * torch.sigmoid(-reward), batch, accuracy=reward > 0, reward=reward
-        )
+        losses = weights * torch.sigmoid(-reward)
+        return judged_loss(losses, batch, accuracy=reward > 0, reward=reward)

@@ -1,4 +1,4 @@
-"""From the settings to the object that the loop calls."""
+"""Builds the objective that the loop calls from the settings of a run."""
 
 from __future__ import annotations
 
@@ -25,18 +25,21 @@ def make_objective(
     world: World,
     sharded: ShardedModel,
     apart: bool,
-    asked: CallsWhole | None = None,
+    trial: CallsWhole | None = None,
     say: Callable[[str], None] = lambda _: None,
     routers: RouterLosses | None = None,
 ) -> Objective:
-    """The run's objective over its sharded model; `apart` as the model's check found.
+    """The run's objective over its sharded model.
 
-    `asked`: who answers for the model where it cannot be asked itself. `routers`: watches those of the model.
+    `apart`: as returned by `check_documents`. `trial`: a model that runs full forwards where the
+    sharded one cannot. `routers`: adds their losses.
     """
     from shardwise.parallel.routers.hooks import RoutedObjective
 
-    plain = _plain(job, world, sharded, apart, asked, say)
-    return plain if routers is None else RoutedObjective(plain, routers)
+    plain = _plain(job, world, sharded, apart, trial, say)
+    if routers is None:
+        return plain
+    return RoutedObjective(plain, routers)
 
 
 def _plain(
@@ -44,13 +47,13 @@ def _plain(
     world: World,
     sharded: ShardedModel,
     apart: bool,
-    asked: CallsWhole | None,
+    trial: CallsWhole | None,
     say: Callable[[str], None],
 ) -> Objective:
     settings: Any = job.run.objective
     match settings.type:
         case "causal":
-            head = join_head(sharded, asked or sharded) if job.run.loss == "auto" else None
+            head = join_head(sharded, trial or sharded) if job.run.loss == "auto" else None
             return CausalObjective(sharded.model, apart, head)
         case "seq2seq":
             return Seq2seqObjective()
@@ -76,5 +79,5 @@ def _judged(job: ResolvedRun, world: World, model: Any, apart: bool) -> Objectiv
     settings: Any = job.run.objective
     if settings.type == "orpo":
         return OrpoObjective(model, apart, settings)
-    made = DpoObjective if settings.type == "dpo" else KtoObjective
-    return made(model, apart, settings, make_reference(job, world))
+    kind = DpoObjective if settings.type == "dpo" else KtoObjective
+    return kind(model, apart, settings, make_reference(job, world))

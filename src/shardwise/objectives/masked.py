@@ -1,4 +1,4 @@
-"""Filling in masked tokens; which ones are masked was decided when the batch was laid out (data/masking.py)."""
+"""Masked language modelling; data/masking.py selects the masked tokens."""
 
 from __future__ import annotations
 
@@ -11,16 +11,15 @@ from shardwise.objectives.head import likeliest, token_loss
 
 
 class MaskedObjective:
-    """Cross-entropy over the masked tokens; `accuracy` is the share of them that the likeliest token is right for."""
+    """Cross-entropy over masked tokens; `accuracy`: the share whose likeliest token is right."""
 
     figures: tuple[str, ...] = ("accuracy",)
     of_tokens = True
 
     def __call__(self, model: Any, batch: RowBatch) -> Loss:
         """Sum of -log p over the masked tokens."""
-        labels, logits = batch.labels, model(**batch.inputs).logits
+        labels = batch.labels
+        logits = model(**batch.inputs).logits
         loss = token_loss(logits, labels, batch.sources_like(labels), batch.source_count)
-        right = (
-            likeliest(logits) == labels
-        ).sum()  # what is not masked has a label that is no token
+        right = (likeliest(logits) == labels).sum()  # labels of unmasked tokens match no token
         return replace(loss, figures={"accuracy": right})

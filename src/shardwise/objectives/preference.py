@@ -1,7 +1,7 @@
-"""Learning from pairs of a chosen and a rejected answer: DPO (arXiv 2305.18290) and ORPO (arXiv 2403.07691).
+"""Preference pairs, chosen and rejected: DPO (arXiv 2305.18290) and ORPO (arXiv 2403.07691).
 
-A unit is a pair. Terms that are losses of tokens (`sft`, ORPO's first) are means over the chosen answer, so that pairs
-count alike however long their answers are.
+The unit of loss is a pair. Token losses (`sft`, ORPO's first term) are means over the chosen
+answer, so that pairs count alike, however long their answers are.
 """
 
 from __future__ import annotations
@@ -16,32 +16,29 @@ from shardwise.data.preference_layout import PreferenceBatch
 from shardwise.nn.objective import Loss
 from shardwise.objectives.answer_log_probs import AnswerLogProbs, Reference, judged_loss
 
-CERTAIN = (
-    -1e-6
-)  # mean log-probability from which an answer's odds are no longer told apart from infinite ones
+CERTAIN = -1e-6  # largest mean log-probability of an answer, which keeps its odds finite
 
 
 class DpoObjective:
-    """-log σ(β · how much more than the reference the model prefers the chosen answer)."""
+    """-log σ(β · difference of the log-ratios of model and reference, chosen minus rejected)."""
 
     figures: tuple[str, ...] = ("accuracy", "margin", "reward_chosen", "reward_rejected")
     of_tokens = False
 
     def __init__(self, model: Any, apart: bool, settings: Dpo, reference: Reference) -> None:
-        self._log_probs, self._settings, self._reference = (
-            AnswerLogProbs(model, apart),
-            settings,
-            reference,
-        )
+        self._log_probs = AnswerLogProbs(model, apart)
+        self._settings = settings
+        self._reference = reference
 
     def __call__(self, model: Any, batch: PreferenceBatch) -> Loss:
-        """Summed over the pairs of the micro-batch."""
+        """The loss, summed over the pairs of the micro-batch."""
         settings = self._settings
         # First, so that the model's own forward is the last before its backward.
         before = self._log_probs.before(self._reference, model, batch)
         sums, counts = self._log_probs(model, batch)
         chosen, rejected = (settings.beta * (sums - before)).view(-1, 2).unbind(1)
-        margin, smoothing = chosen - rejected, settings.label_smoothing
+        margin = chosen - rejected
+        smoothing = settings.label_smoothing
         losses = -(1 - smoothing) * F.logsigmoid(margin) - smoothing * F.logsigmoid(-margin)
         if settings.sft:
             losses = losses - settings.sft * (sums / counts)[::2]
@@ -56,20 +53,22 @@ class DpoObjective:
 
 
 class OrpoObjective:
-    """The plain loss of the chosen answer, and -log σ of the log odds ratio against the rejected one."""
+    """The plain loss of the chosen answer, minus β · log σ of the log odds ratio of the pair."""
 
     figures: tuple[str, ...] = ("accuracy", "margin", "loss_chosen")
     of_tokens = False
 
     def __init__(self, model: Any, apart: bool, settings: Orpo) -> None:
-        self._log_probs, self._beta = AnswerLogProbs(model, apart), settings.beta
+        self._log_probs = AnswerLogProbs(model, apart)
+        self._beta = settings.beta
 
     def __call__(self, model: Any, batch: PreferenceBatch) -> Loss:
-        """Summed over the pairs of the micro-batch."""
+        """The loss, summed over the pairs of the micro-batch."""
         sums, counts = self._log_probs(model, batch)
         means = sums / counts
         odds = means - torch.log(-torch.expm1(means.clamp(max=CERTAIN)))
         chosen, rejected = odds.view(-1, 2).unbind(1)
-        plain, margin = -means[::2], chosen - rejected
+        plain = -means[::2]
+        margin = chosen - rejected
         losses = plain - self._beta * F.logsigmoid(margin)
         return judged_loss(losses, batch, accuracy=margin > 0, margin=margin, loss_chosen=plain)

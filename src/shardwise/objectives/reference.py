@@ -1,8 +1,8 @@
-"""The model as it was before training, for objectives that measure against it.
+"""Reference models: the model as it was before training, for preference objectives.
 
-An adapter's base is that model already: with the adapters switched off nothing else is held. Where the weights
-themselves are trained, it is a frozen copy (parallel/frozen_model.py), made from the run's first files also when the
-run is resumed.
+With adapters, the reference is the base with adapters disabled, which takes no memory. Where the
+weights themselves are trained, it is a frozen copy (parallel/frozen_model.py) from the run's
+initial files, also in a resumed run.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 
 
 def needs_copy(run: Run) -> bool:
-    """Whether training changes the base itself, so that the reference must be a model of its own."""
+    """Whether training changes the base itself, so that the reference must be a copy."""
     return run.method.type == "full" or bool(run.method.modules_to_save)
 
 
 def make_reference(job: ResolvedRun, world: World) -> Reference:
-    """What gives the reference of a model, around a forward."""
+    """A function that gives the reference of a model, as a context around a forward."""
     if not needs_copy(job.run):
         return without_adapters
     copy = build_frozen(job.source, job.run, world)
@@ -40,7 +40,7 @@ def make_reference(job: ResolvedRun, world: World) -> Reference:
 
 @contextmanager
 def without_adapters(model: Any) -> Iterator[Any]:
-    """The base of a model with adapters; without dropout, whatever mode the model is in."""
+    """The base of a model with adapters, in evaluation mode."""
     from shardwise.nn.adapters.layers import adapter_disabled
 
     training = model.training

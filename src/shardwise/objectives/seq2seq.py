@@ -1,4 +1,4 @@
-"""Writing a target from a source: an encoder reads, a decoder predicts each token of the target from those before."""
+"""Sequence to sequence: an encoder reads a source, a decoder predicts the target."""
 
 from __future__ import annotations
 
@@ -20,18 +20,17 @@ class Seq2seqObjective:
 
     def __call__(self, model: Any, batch: RowBatch) -> Loss:
         """Sum of -log p over the tokens of the targets."""
-        given = decoder_inputs(model, batch.labels)
-        logits = model(**batch.inputs, decoder_input_ids=given, use_cache=False).logits
-        return token_loss(
-            logits, batch.labels, batch.sources_like(batch.labels), batch.source_count
-        )
+        labels = batch.labels
+        inputs = decoder_inputs(model, labels)
+        logits = model(**batch.inputs, decoder_input_ids=inputs, use_cache=False).logits
+        return token_loss(logits, labels, batch.sources_like(labels), batch.source_count)
 
 
 def decoder_inputs(model: Any, labels: torch.Tensor) -> torch.Tensor:
-    """What the decoder is given while it predicts labels: the same, one place later, as the model itself shifts."""
+    """The decoder's inputs for these labels: shifted right by one, by the model's own function."""
     if hasattr(model, "prepare_decoder_input_ids_from_labels"):
         return torch.as_tensor(model.prepare_decoder_input_ids_from_labels(labels=labels))
     config = model.config
-    given = labels.roll(1, dims=-1)
-    given[:, 0] = config.decoder_start_token_id
-    return given.masked_fill(given == IGNORE, config.pad_token_id)
+    inputs = labels.roll(1, dims=-1)
+    inputs[:, 0] = config.decoder_start_token_id
+    return inputs.masked_fill(inputs == IGNORE, config.pad_token_id)

@@ -1,8 +1,8 @@
-"""A second model beside the one that is trained: a reference or a teacher, never changed.
+"""A frozen second model: a reference or a teacher.
 
-It is in the compute type and sharded like stage 3 over the mesh's shard axis, so it costs 2 bytes per parameter over
-that many ranks (4 in fp32) and one block at a time besides. It is no part of checkpoints: whatever was resumed, it
-comes from its own files.
+It has the compute dtype and is sharded like ZeRO stage 3 over the mesh's shard axis: 2 bytes per
+parameter over that many ranks (4 in fp32), and one gathered block. Checkpoints do not contain it;
+a resumed run loads it from its own files.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from shardwise.parallel.zero.stages import ShardedModel
 
 
 def build_frozen(source: ModelSource, run: Run, world: World) -> ShardedModel:
-    """The model with its first values (the seed's, where it has no files), ready for forwards without gradients."""
+    """The frozen, sharded model, with values from its files or, without files, the run's seed."""
     model = build_on_meta(source)
     model.requires_grad_(False)
     sharded, _ = parallelize(model, frozen_run(run), world, source)
@@ -32,7 +32,7 @@ def build_frozen(source: ModelSource, run: Run, world: World) -> ShardedModel:
 
 
 def frozen_run(run: Run) -> Run:
-    """A run's settings for a model that is not trained: sharded by stage 3 alone, its blocks as they are written."""
+    """A run's settings for a model that is not trained: ZeRO stage 3, and no other feature."""
     return run.model_copy(
         update={
             "parallel": Parallel(zero=3, dp_shard_size=run.parallel.dp_shard_size),
@@ -50,5 +50,5 @@ def frozen_run(run: Run) -> Run:
 
 
 def frozen_bytes(parameters: int, shard: int, precision: str) -> float:
-    """What it takes on each rank."""
+    """Bytes of a frozen model on each rank."""
     return parameters * COMPUTE[precision].itemsize / shard

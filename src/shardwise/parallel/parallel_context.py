@@ -1,11 +1,10 @@
-"""What the axes beyond data made of a model, and what a step has to do for them: the loop knows no more of them.
+"""The tensor, context, expert and pipeline axes of a run, behind one interface for the loop.
 
-Without such axes every method is the plain thing: one forward after the other, each batch as it is.
+Without such axes every method does the plain thing: one forward after the other, on full batches.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -30,14 +29,12 @@ if TYPE_CHECKING:
     from shardwise.parallel.tensor.apply import TensorParallel
     from shardwise.parallel.zero.stages import ShardedModel
 
-EVALUATED = (
-    2  # micro-batches per stage that go through a pipeline together when there is no backward
-)
+EVALUATED = 2  # micro-batches per stage in a pipeline at a time, without backward
 
 
 @dataclass
 class ParallelContext:
-    """The axes of a run, each where it is longer than one."""
+    """What each axis of a run with more than one rank has made of the model."""
 
     world: World
     tensor: TensorParallel | None = None
@@ -47,102 +44,105 @@ class ParallelContext:
     pipeline: Pipeline | None = None
     loads: ExpertLoads | None = None
     routing: Routing | None = None
-    tiny: Any = None  # a model of the same class that runs in one process, for questions about its structure
+    tiny: Any = None  # a tiny unsharded model of the class, whose structure can be examined
 
     def take(self, sharded: ShardedModel) -> None:
-        """After sharding: how many ranks hold each part of a parameter, so that a norm counts it once."""
+        """Sets how many ranks hold each part of a parameter, so that norms count it once."""
         shared = self.stages.shared if self.stages is not None else {}
-        sharded.copies = {
-            n: _copies(p) * len(shared.get(n, (0,))) for n, p in sharded.parameters.items()
-        }
+        sharded.copies = {}
+        for name, parameter in sharded.parameters.items():
+            stages = len(shared.get(name, (0,)))
+            sharded.copies[name] = _copies(parameter) * stages
 
     @property
     def router_losses(self) -> RouterLosses | None:
-        """What watches the routers of a model that has such."""
+        """The losses of the model's routers, if it has any."""
         return None if self.routing is None else self.routing.losses
 
     @property
     def biases(self) -> list[str]:
-        """Tensors that move without a gradient, as patterns of their names."""
-        bias = None if self.routing is None else self.routing.bias
-        return [] if bias is None else list(bias.patterns)
+        """Name patterns of the tensors that are updated without gradients."""
+        if self.routing is None or self.routing.bias is None:
+            return []
+        return list(self.routing.bias.patterns)
 
     def after_step(self, taken: torch.Tensor | bool) -> None:
-        """What comes after the optimizer's step; `taken`: whether that changed the parameters."""
+        """Updates router biases; `taken`: whether the optimizer changed the parameters."""
         if self.routing is not None and self.routing.bias is not None:
             self.routing.bias(taken)
 
     @property
     def counts(self) -> bool:
-        """Whether this rank's losses are to be added up: others along `tensor` have the same, other stages none."""
+        """Whether this rank's losses count: one rank along `tensor`, the last stage."""
         return self.world.place.tensor == 0 and (self.stages is None or self.stages.is_last)
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Around forwards and backwards."""
+        """The context that forwards and backwards run in."""
         with self.tensor.active() if self.tensor is not None else nullcontext():
             yield
 
     def share(self, batch: Any) -> Any:
         """This rank's part of a micro-batch, on its device."""
         batch = batch.to(self.world.device)
-        return batch if self.context is None else self.context.split(batch)
+        if self.context is None:
+            return batch
+        return self.context.split(batch)
 
     def annotate(self, records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Adds to the last record how many tokens each expert got since the one before; collective."""
+        """Adds the tokens of each expert since the previous record to the last one; collective."""
         if self.loads is None or not records:
             return records
         counts = self.loads.read()
         self.loads.reset()
-        # Ranks along `tensor` have counted the same tokens, other stages other layers.
-        mine = (
-            dict(zip(self.loads.layers, counts.tolist(), strict=True))
-            if self.world.place.tensor == 0
-            else {}
-        )
+        # Ranks along `tensor` counted the same tokens, other stages other layers.
+        local: dict[str, list[int]] = {}
+        if self.world.place.tensor == 0:
+            local = dict(zip(self.loads.layers, counts.tolist(), strict=True))
         everyone: list[Any] = [None] * self.world.size
-        dist.all_gather_object(everyone, mine, group=self.world.control)
-        total = {
-            layer: [
-                sum(each)
-                for each in zip(*(one[layer] for one in everyone if layer in one), strict=True)
-            ]
-            for layer in self.loads.layers
-        }
-        if (balance := self.loads.balance(torch.tensor(list(total.values())))) is not None:
+        dist.all_gather_object(everyone, local, group=self.world.control)
+        total: dict[str, list[int]] = {}
+        for layer in self.loads.layers:
+            by_rank = [loads[layer] for loads in everyone if layer in loads]
+            total[layer] = [sum(tokens) for tokens in zip(*by_rank, strict=True)]
+        balance = self.loads.balance(torch.tensor(list(total.values())))
+        if balance is not None:
             records[-1]["experts"] = {"worst": balance.worst, "mean": balance.mean, "tokens": total}
         return records
 
     def idle(self) -> list[str]:
-        """How long the stages waited in the latest step, beside what their order costs on paper, drawn; collective."""
+        """The idle time of the stages in the latest step, with a timeline; collective."""
         if self.pipeline is None or not self.pipeline.record:
             return []
-        spans, ranks = self.pipeline.all_spans(), self.world.layout.pipeline
+        spans = self.pipeline.all_spans()
+        ranks = self.world.layout.pipeline
         if not spans:
             return []
         times: dict[str, list[float]] = {}
         for span in spans:
             times.setdefault(span.action.kind, []).append(span.end - span.begin)
-        mean = {kind: sum(all_of) / len(all_of) for kind, all_of in times.items()}
+        mean = {kind: sum(seconds) / len(seconds) for kind, seconds in times.items()}
         micros = 1 + max(span.action.micro for span in spans)
-        paper = simulate(self.pipeline.schedule, ranks, micros, lambda action: mean[action.kind])
-        told = f"{bubble(spans, ranks):.0%} of the stages' time idle, {bubble(paper, ranks):.0%} on paper"
+        schedule = self.pipeline.schedule
+        ideal = simulate(schedule, ranks, micros, lambda action: mean[action.kind])
+        measured = f"{bubble(spans, ranks):.0%} of the stages' time idle"
         title = (
-            f"pipeline, last step ({self.pipeline.schedule.style}, {micros} micro-batches): {told}"
+            f"pipeline, last step ({schedule.style}, {micros} micro-batches): "
+            f"{measured}, {bubble(ideal, ranks):.0%} on paper"
         )
         return [title, *picture(spans, ranks, width=72).splitlines()]
 
     @property
     def together(self) -> int:
-        """Micro-batches that an evaluation takes at a time."""
+        """Micro-batches that an evaluation runs at a time."""
         return 1 if self.stages is None else EVALUATED * self.world.layout.pipeline
 
     def losses(self, model: Any, objective: Objective, batches: list[Any]) -> list[Loss]:
-        """Without backward; none where another stage knows them."""
+        """Losses of micro-batches, without backward; empty if another stage computes them."""
         with self.active():
             if self.pipeline is not None:
-                found: list[Loss] = self.pipeline.evaluate(batches, self._computing(objective))
-                return found
+                losses: list[Loss] = self.pipeline.evaluate(batches, self._computing(objective))
+                return losses
             return [self.loss(model, objective, batch) for batch in batches]
 
     def learn(
@@ -153,17 +153,20 @@ class ParallelContext:
         to_backward: Callable[[Loss], torch.Tensor],
         prepare: Callable[[bool], None],
     ) -> list[Loss]:
-        """Through the pipeline: forward and backward of all micro-batches; `prepare` as of ShardedModel."""
+        """Forward and backward of all micro-batches through the pipeline.
+
+        `prepare` is that of ShardedModel.
+        """
         assert self.pipeline is not None and self.stages is not None
         with self.active():
-            found: list[Loss] = self.pipeline.step(
+            losses: list[Loss] = self.pipeline.step(
                 batches, self._computing(objective), to_backward, lambda chunk, last: prepare(last)
             )
         self.stages.sum_shared_gradients()
-        return found
+        return losses
 
     def loss(self, model: Any, objective: Objective, batch: Any) -> Loss:
-        """Of this rank's part of a micro-batch; zeros where its rows count nothing."""
+        """The loss of this rank's part of a micro-batch; zero if its rows do not count."""
         part = self.share(batch)
         if batch.counts:
             return objective(model, part)
@@ -178,6 +181,8 @@ def _copies(parameter: torch.Tensor) -> int:
     if not isinstance(parameter, DTensor):
         return 1
     mesh = parameter.device_mesh
-    return math.prod(
-        mesh.size(axis) for axis, p in enumerate(parameter.placements) if p.is_replicate()
-    )
+    copies = 1
+    for axis, placement in enumerate(parameter.placements):
+        if placement.is_replicate():
+            copies *= mesh.size(axis)
+    return copies

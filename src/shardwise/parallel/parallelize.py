@@ -1,8 +1,9 @@
-"""The one assembly: a model becomes what trains, by small steps in one visible order (`STEPS`).
+"""The one assembly: parallelizes a model by small steps in one visible order (`STEPS`).
 
-Training, `initialize`, rehearsals, `bench`, `verify`, the start-up trial and second models (teacher, reference) all
-call `parallelize`, so that what is tried, rehearsed and proven is what trains. A model is best on `meta`: at stage 3
-no rank ever holds the full model. What a model's parts are is found on a tiny model of its class.
+Training, `initialize`, rehearsals, `bench`, `verify`, the start-up trial and second models
+(teacher, reference) all call `parallelize`, so what is tried, rehearsed and proven is what trains.
+Models are best built on `meta`: at stage 3 no rank ever holds the full model. The roles of a
+model's parts are determined on a tiny model of its class.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ ChooseComm = Callable[[Any, Blocks], CommSettings]
 
 
 class AxisRefused(CannotParallelize):
-    """A model cannot be parallelised along an axis, which is named."""
+    """A model cannot be parallelized along `axis`."""
 
     def __init__(self, axis: str, refusal: CannotParallelize) -> None:
         super().__init__(refusal.module, refusal.why)
@@ -68,14 +69,12 @@ class AxisRefused(CannotParallelize):
 
 @dataclass
 class Assembly:
-    """A model on its way to what trains: the settings, and what the steps so far have made of it."""
+    """A model being parallelized: the settings, and the results of the steps so far."""
 
     model: Any
     run: Run
     world: World
-    source: ModelSource | None = (
-        None  # None: a model of a user's own loop, whose class is not known
-    )
+    source: ModelSource | None = None  # None: the model of a custom loop, of unknown class
     timer: Timer = OFF
     materialise: Materialise = materialise
     choose_comm: ChooseComm | None = None
@@ -101,12 +100,12 @@ class Assembly:
 
     @property
     def trains(self) -> bool:
-        """Whether anything is trained: not of a teacher or a reference."""
+        """Whether any parameter is trained: false for a teacher or a reference."""
         return any(parameter.requires_grad for parameter in self.model.parameters())
 
     @property
     def compute(self) -> torch.dtype | None:
-        """What parameters are computed in, if not as they are stored."""
+        """The compute dtype, if it differs from the stored one."""
         return None if self.run.precision == "fp32" else COMPUTE[self.run.precision]
 
 
@@ -123,20 +122,22 @@ def parallelize(
     choose_comm: ChooseComm | None = None,
     say: Callable[[str], None] = lambda _: None,
 ) -> tuple[ShardedModel, ParallelContext]:
-    """Turns a model into what trains on this rank, with memory but, if it was on `meta`, no values yet.
+    """The sharded model, with memory (but no values yet, if it was on `meta`), and its axes.
 
-    `source` makes tiny models of the class; without it the model is sharded by ZeRO alone. `materialise` gives memory
-    to the shards. `choose_comm` decides how parameters travel, else the settings do. `say` gets one line a step.
+    `source` provides tiny models of the class; without it, only ZeRO is applied. `materialise`
+    allocates the shards. `choose_comm` overrides the settings of how parameters are gathered. `say`
+    gets one line per step that has something to report.
     """
     assembly = Assembly(model, run, world, source, timer, materialise, choose_comm)
     for step in STEPS:
-        if (line := step(assembly)) is not None:
+        line = step(assembly)
+        if line is not None:
             say(f"{step.__name__.replace('_', ' ')}: {line}")
     return assembly.sharded, assembly.context
 
 
 def add_adapters(a: Assembly) -> str | None:
-    """Puts adapters on and freezes the rest, which is stored in the compute type."""
+    """Adds adapters and freezes the rest, which is stored in the compute dtype."""
     if a.source is None:
         return None
     a.adapted = apply_method(a.model, a.run, a.source.weights)
@@ -148,7 +149,7 @@ def add_adapters(a: Assembly) -> str | None:
 
 
 def split_master_weights(a: Assembly) -> str | None:
-    """Stores parameters in bf16 where the low halves of their fp32 masters are among the optimizer's states."""
+    """Stores parameters in bf16, the low halves of their fp32 masters with the optimizer."""
     if a.source is None or not split_in(a.run):
         return None
     store_in_bf16(a.model)
@@ -156,13 +157,15 @@ def split_master_weights(a: Assembly) -> str | None:
 
 
 def use_fp8_linears(a: Assembly) -> str | None:
-    """Lets linear layers of blocks multiply in fp8."""
+    """Multiplies in fp8 in the linear layers of blocks."""
     layers = use_float8(a.model, a.blocks, a.run.fp8)
-    return f"{len(layers)} layers, {a.run.fp8.recipe}" if layers else None
+    if not layers:
+        return None
+    return f"{len(layers)} layers, {a.run.fp8.recipe}"
 
 
 def group_experts(a: Assembly) -> str | None:
-    """Computes all experts of a layer by two grouped products."""
+    """Computes all experts of a layer by two grouped matrix products."""
     if a.source is None or a.run.experts != "auto":
         return None
     use_grouped_experts(a.model)
@@ -170,14 +173,14 @@ def group_experts(a: Assembly) -> str | None:
 
 
 def multiply_frozen_bases_in_fp8(a: Assembly) -> str | None:
-    """Lets bases of adapters that are stored in few bits multiply in fp8."""
+    """Multiplies in fp8 with quantized bases of adapters."""
     if a.source is not None and a.run.parallel.tensor == 1:
         multiply_bases_in_float8(a.model, a.world.device, getattr(a.run.method, "multiply", "auto"))
     return None
 
 
 def shard_experts_over_ranks(a: Assembly) -> str | None:
-    """Expert parallelism: each rank of a group holds its share of every layer's experts."""
+    """Expert parallelism: each rank of a group holds a share of every layer's experts."""
     if a.run.parallel.beyond_data:
         a.context.tiny = replace(a.case, dtype=torch.float32).model()
     if a.world.expert is None:
@@ -190,7 +193,7 @@ def shard_experts_over_ranks(a: Assembly) -> str | None:
 
 
 def cut_into_stages(a: Assembly) -> str | None:
-    """Pipeline parallelism: the model's own forward runs on every stage, with parameters for its blocks alone."""
+    """Pipeline parallelism: each stage runs the model's forward with only its own blocks."""
     mesh = a.world.pipeline
     if mesh is None:
         return None
@@ -206,12 +209,12 @@ def cut_into_stages(a: Assembly) -> str | None:
         raise AxisRefused("pipeline", refusal) from None
     a.blocks = a.context.stages.blocks
     if (experts := a.context.experts) is not None:  # others are on other stages
-        mine = {
+        local = {
             name: module
             for name, module in experts.named.items()
-            if any(True for _ in module.parameters())
+            if next(module.parameters(), None) is not None
         }
-        a.context.experts = replace(experts, named=mine)
+        a.context.experts = replace(experts, named=local)
     return f"{len(a.blocks)} blocks on this stage, {schedule.style}"
 
 
@@ -238,7 +241,7 @@ def shard_sequences(a: Assembly) -> str | None:
 
 
 def build_pipeline(a: Assembly) -> str | None:
-    """What runs the stages by their schedule."""
+    """Creates the pipeline, which runs the stages by their schedule."""
     if a.context.stages is None:
         return None
     assert a.world.pipeline is not None
@@ -252,7 +255,7 @@ def build_pipeline(a: Assembly) -> str | None:
 
 
 def tile_mlps(a: Assembly) -> str | None:
-    """Computes the parts of blocks that look at one token at a time some tokens at a time."""
+    """Computes the token-wise parts of blocks in tiles of tokens."""
     if a.run.tiled_mlp is None:
         return None
     small = a.case.model().float()
@@ -261,15 +264,14 @@ def tile_mlps(a: Assembly) -> str | None:
 
 
 def add_router_losses(a: Assembly) -> str | None:
-    """Counts tokens by expert; adds the losses of routers and updates their biases as the settings say."""
+    """Counts tokens by expert, and installs router losses and bias updates."""
     if a.source is None or not a.trains:
         return None
     context = a.context
-    context.loads = (
-        context.experts.loads
-        if context.experts is not None
-        else count_loads(a.model, a.world.device)
-    )
+    if context.experts is not None:
+        context.loads = context.experts.loads
+    else:
+        context.loads = count_loads(a.model, a.world.device)
     context.routing = install_routers(a.model, a.source, a.run, context.loads, a.world)
     if context.stages is not None and context.routing is not None:
         context.stages.carried = context.routing.losses
@@ -277,14 +279,15 @@ def add_router_losses(a: Assembly) -> str | None:
 
 
 def recompute_activations(a: Assembly) -> str | None:
-    """Activation checkpointing: of blocks only inputs are saved (here or on the host), and what attention made."""
+    """Activation checkpointing: saves only inputs of blocks (maybe on the host) and attention."""
     if a.run.recompute != "full":
         return None
     blocks = a.blocks[: a.run.recompute_blocks]
-    inputs = (
-        BlockInputs(None, host=True, timer=a.timer) if a.run.offload.activations == "cpu" else None
-    )
-    offloaded = len(blocks[: a.run.offload.activation_blocks]) if inputs is not None else 0
+    inputs = None
+    offloaded = 0
+    if a.run.offload.activations == "cpu":
+        inputs = BlockInputs(None, host=True, timer=a.timer)
+        offloaded = len(blocks[: a.run.offload.activation_blocks])
     saved = None if a.run.recompute_attention else SavedAttention()
     for number, (_, block) in enumerate(blocks):
         around = {}
@@ -300,7 +303,7 @@ def recompute_activations(a: Assembly) -> str | None:
 
 
 def compile_blocks(a: Assembly) -> str | None:
-    """Compiles each block, inside of the hooks of sharding and recomputation."""
+    """Compiles each block, inside of the hooks of sharding and checkpointing."""
     if not a.run.compiled:
         return None
     failures: list[str] = []
@@ -310,7 +313,7 @@ def compile_blocks(a: Assembly) -> str | None:
 
 
 def fully_shard_experts(a: Assembly) -> str | None:
-    """Shards experts among the ranks that hold the same ones."""
+    """Shards experts over the ranks that hold the same ones."""
     if a.context.experts is None:
         return None
     shard_experts(
@@ -334,12 +337,13 @@ def fully_shard_blocks(a: Assembly) -> str | None:
         a.run.parallel.reduce_dtype,
     )
     shard_model(a.model, a.blocks, a.world.mesh, a.run.parallel.zero, a.run.precision, options)
-    replicas, shards = a.world.mesh.size(0), a.world.mesh.size(1)
+    replicas = a.world.mesh.size(0)
+    shards = a.world.mesh.size(1)
     return f"ZeRO-{a.run.parallel.zero} over {shards} ranks, {replicas} replicas, {a.run.precision}"
 
 
 def give_memory(a: Assembly) -> str | None:
-    """Memory for the shards, or a place off the device."""
+    """Allocates the shards on the device, or leaves them to offloading."""
     if a.source is None or a.run.offload.parameters == "none":
         a.materialise(a.model, a.world.device)
         return None
@@ -350,7 +354,7 @@ def give_memory(a: Assembly) -> str | None:
 
 
 def take_parameters(a: Assembly) -> str | None:
-    """The sharded model: which parameters are trained, saved and counted."""
+    """Creates the ShardedModel: which parameters are trained, saved and counted."""
     a.sharded = ShardedModel(a.model, a.run.parallel.zero, a.world.mesh)
     a.sharded.kept = None if a.adapted is None else a.adapted.kept
     a.sharded.lookup = a.lookup
@@ -363,7 +367,7 @@ def take_parameters(a: Assembly) -> str | None:
 
 
 def install_communication(a: Assembly) -> str | None:
-    """ZeRO++'s collectives, gathers ahead, and reductions beside computing."""
+    """Installs ZeRO++'s collectives, prefetching and overlapped reductions."""
     if not a.trains:
         return None
     parallel = a.run.parallel
@@ -398,14 +402,16 @@ STEPS: tuple[Step, ...] = (
 
 
 def embedding_only_parameters(model: Any) -> int:
-    """Parameters of the input embedding, unless it is the head as well: a token costs no arithmetic there."""
+    """Parameters of the input embedding, which cost no FLOPs; 0 if it is tied to the head."""
     inner = model.get_input_embeddings()
     outer = model.get_output_embeddings()
-    return 0 if outer is not None and outer.weight is inner.weight else int(inner.weight.numel())
+    if outer is not None and outer.weight is inner.weight:
+        return 0
+    return int(inner.weight.numel())
 
 
 def block_weights(model: Any) -> dict[str, float]:
-    """What each block costs, by its parameters. The head goes with the last block."""
+    """The cost of each block, by its parameters; the last block includes the head."""
     weights = sizes_of(model)
     head = model.get_output_embeddings()
     if weights and head is not None:

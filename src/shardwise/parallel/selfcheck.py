@@ -1,9 +1,11 @@
-"""Two seconds of proof before training: this model, as built, computes what it does with eager attention and one
-document at a time, and neither looks ahead nor across packed documents.
+"""Checks the built model before training, in two seconds.
 
-nn/attention/definition.py has tried a tiny model of the class; this is the real one, with its weights, on its device
-and in its precision. Some architectures ignore `position_ids` or the mask that packing relies on, and say nothing:
-tokens are changed to see whether logits move that must not. All ranks run it together (the forwards are collective).
+Its logits must equal those of eager attention on one document at a time, and depend neither on
+later tokens nor on other packed documents. nn/attention/definition.py tries a tiny model of the
+class; this is the real one, with its weights, on its device and in its precision. Some
+architectures silently ignore `position_ids` or the mask that packing relies on, so tokens are
+changed, and logits that must not depend on them are compared. All ranks call it together: the
+forwards are collective.
 """
 
 from __future__ import annotations
@@ -27,16 +29,17 @@ from shardwise.parallel.zero.update import Update
 from shardwise.resolved_run import ResolvedRun
 
 LENGTH = 24
-# Largest movement, as a share of the largest logit, that passes for rounding. Of 40 tiny fresh models those that leak
-# moved by 1.1e-3 or more (a fresh model hardly mixes its tokens), the others by 2.5e-7 or less; half precision has
-# rounding of its own where the changed tokens of a mixture of experts go another way.
+# Largest change, relative to the largest logit, that counts as rounding. Of 40 tiny models with
+# random weights, those that leak changed by 1.1e-3 or more (they hardly mix their tokens), the
+# others by 2.5e-7 or less; half precision adds rounding when experts of a mixture change.
 TOLERANCE = {torch.float32: 1e-4}
 HALF_TOLERANCE = 1e-3
-ALONE_TOLERANCE = 0.1  # in half precision: other shapes, other rounding; positions that do not restart move far more
+# In half precision, between different shapes; positions that do not restart change logits far more.
+ALONE_TOLERANCE = 0.1
 
 
 class CallsWhole(Protocol):
-    """A model to ask: the run's own, or where none of its ranks has all of it, a tiny one of its class."""
+    """A model that can run full forwards: the run's, or a tiny one where each rank has a part."""
 
     model: Any
 
@@ -48,17 +51,17 @@ class CallsWhole(Protocol):
 
 @dataclass
 class UnshardedModel:
-    """A model that is not sharded, where training's parts expect one that is."""
+    """Gives an unsharded model the interface of ShardedModel that checks use."""
 
     model: Any
 
     @property
     def device(self) -> torch.device:
-        """Where it computes."""
+        """The device of its parameters."""
         return next(self.model.parameters()).device  # type: ignore[no-any-return]
 
     def evaluation(self) -> AbstractContextManager[None]:
-        """As of ShardedModel."""
+        """Evaluation mode while the context is open, like ShardedModel's."""
         return evaluating(self.model)
 
 
@@ -70,80 +73,67 @@ def check_model(
     device: torch.device,
     documents: bool = False,
 ) -> None:
-    """Refuses a model whose logits depend on later tokens or on another document of the same sequence, or are not
-    those of eager attention.
+    """Refuses a model whose logits depend on later tokens or other documents, or are not eager's.
 
-    `documents`: packed rows bring their documents, as the objective will have it (nn/attention/varlen.py).
+    `documents`: packed rows come with their documents, as in training (nn/attention/varlen.py).
     """
-    length = min(LENGTH, _positions(sharded.model) // 2)
+    model = sharded.model
+    length = min(LENGTH, _max_positions(model) // 2)
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, vocabulary, (1, 2 * length), generator=generator)
     positions = torch.arange(length).repeat(2)[None] if packing else None
     with sharded.evaluation():
-        base = _logits(sharded.model, ids, positions, device, documents)
-        # Many tokens at once: the more that leaks, the surer it shows. Half of the last document, for a model may keep
-        # documents apart and still look ahead within them.
+        base = _logits(model, ids, positions, device, documents)
+        # Many tokens at once, so that a leak is large. Half of the last document: a model may
+        # separate documents and still look ahead within them.
         late = 2 * length - length // 2
-        last = _logits(
-            sharded.model,
-            _changed(ids, slice(late, None), vocabulary),
-            positions,
-            device,
-            documents,
-        )
-        if _moved(base[:, :late], last[:, :late]):
+        changed = _changed(ids, slice(late, None), vocabulary)
+        last = _logits(model, changed, positions, device, documents)
+        if _differs(base[:, :late], last[:, :late]):
             problem = "its predictions depend on later tokens, so it is not a causal language model"
             remedy = "use a decoder model (for BERT-like configs: is_decoder: true)"
             raise UserError("model", label, problem, remedy)
         if packing:
-            first = _logits(
-                sharded.model,
-                _changed(ids, slice(length), vocabulary),
-                positions,
-                device,
-                documents,
-            )
-            if _moved(base[:, length:], first[:, length:]):
+            changed = _changed(ids, slice(length), vocabulary)
+            first = _logits(model, changed, positions, device, documents)
+            if _differs(base[:, length:], first[:, length:]):
                 problem = "this model lets packed documents see each other"
                 raise UserError("data.packing", True, problem, "set data.packing: false")
-        # Kept apart, a model may still count positions from the start of the row.
-        one = ids[:, length:] if packing else ids
-        with attention_as(sharded.model, "eager"):
-            alone = _logits(sharded.model, one, None, device)
-        if _mostly_moved(base[:, -one.shape[1] :], alone):
+        # A model that separates documents may still count positions from the start of the row.
+        document = ids[:, length:] if packing else ids
+        with attention_as(model, "eager"):
+            alone = _logits(model, document, None, device)
+        if _mostly_differs(base[:, -document.shape[1] :], alone):
+            other = "predicts something else"
             if packing:
-                problem = "this model predicts something else for a packed document than for the document alone"
+                problem = f"this model {other} for a packed document than for the document alone"
                 raise UserError("data.packing", True, problem, "set data.packing: false")
-            problem = (
-                "predicts something else than with eager attention, which defines what it computes"
-            )
-            remedy = "set attn_implementation: eager in its config, or use another version of transformers"
+            problem = f"{other} than with eager attention, which defines what it computes"
+            remedy = "set attn_implementation: eager in its config"
+            remedy += ", or use another version of transformers"
             raise UserError("model", label, problem, remedy)
 
 
 def check_decoder(sharded: CallsWhole, vocabulary: int, label: str, device: torch.device) -> None:
-    """Refuses an encoder–decoder model whose decoder looks ahead, or does not look at the source."""
+    """Refuses an encoder–decoder model whose decoder looks ahead or ignores the source."""
     generator = torch.Generator().manual_seed(0)
-    source, target = (
-        torch.randint(0, vocabulary, (1, LENGTH), generator=generator) for _ in range(2)
-    )
+    source = torch.randint(0, vocabulary, (1, LENGTH), generator=generator)
+    target = torch.randint(0, vocabulary, (1, LENGTH), generator=generator)
     half = LENGTH // 2
 
-    def logits(read: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
-        inputs = {
-            "input_ids": read,
-            "attention_mask": torch.ones_like(read),
-            "decoder_input_ids": given,
-        }
-        model: Any = sharded.model
-        return torch.as_tensor(
-            model(**{k: v.to(device) for k, v in inputs.items()}, use_cache=False).logits
+    def logits(source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        output = sharded.model(
+            input_ids=source.to(device),
+            attention_mask=torch.ones_like(source, device=device),
+            decoder_input_ids=target.to(device),
+            use_cache=False,
         )
+        return torch.as_tensor(output.logits)
 
     with sharded.evaluation():
         base = logits(source, target)
         late = logits(source, _changed(target, slice(half, None), vocabulary))
-        if _moved(base[:, :half], late[:, :half]):
+        if _differs(base[:, :half], late[:, :half]):
             problem = "the predictions of its decoder depend on later tokens of the target"
             raise UserError("model", label, problem, "use another encoder–decoder model")
         if torch.equal(base, logits(_changed(source, slice(LENGTH), vocabulary), target)):
@@ -152,17 +142,18 @@ def check_decoder(sharded: CallsWhole, vocabulary: int, label: str, device: torc
 
 
 def without_gradient(sharded: ShardedModel, update: Update) -> str:
-    """After a first backward: which parameters are to be trained but had no part in the loss; empty if none.
+    """A warning about trained parameters without a gradient after the first backward, or "".
 
-    Some models read a layer's weight past its forward, where an adapter lives (fused state-space kernels do).
+    Some models bypass a layer's forward, where its adapter is (fused state-space kernels do).
     """
-    if update.consumes:  # gradients are gone as soon as they are known
+    if update.consumes:  # the update frees gradients as soon as they are computed
         return ""
     idle = [name for name, parameter in sharded.parameters.items() if parameter.grad is None]
     if not idle:
         return ""
-    most = f"{len(idle)} of {len(sharded.parameters)} trained tensors had no part in the first step's loss"
-    return f"{most} and stay as they are: {idle[0]}{' and others like it' if len(idle) > 1 else ''}"
+    count = f"{len(idle)} of {len(sharded.parameters)} trained tensors"
+    names = idle[0] if len(idle) == 1 else f"{idle[0]} and others like it"
+    return f"{count} had no part in the first step's loss and stay as they are: {names}"
 
 
 def _logits(
@@ -186,9 +177,11 @@ def _logits(
         raise
 
 
-def _positions(model: Any) -> int:
+def _max_positions(model: Any) -> int:
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    return limit if isinstance(limit, int) and limit > 1 else 2 * LENGTH  # XLNet's is -1
+    if isinstance(limit, int) and limit > 1:  # XLNet's is -1
+        return limit
+    return 2 * LENGTH
 
 
 def _changed(ids: torch.Tensor, where: slice, vocabulary: int) -> torch.Tensor:
@@ -197,17 +190,17 @@ def _changed(ids: torch.Tensor, where: slice, vocabulary: int) -> torch.Tensor:
     return other
 
 
-def _moved(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return bool(_movement(a, b).max() > TOLERANCE.get(a.dtype, HALF_TOLERANCE))
+def _differs(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return bool(_difference(a, b).max() > TOLERANCE.get(a.dtype, HALF_TOLERANCE))
 
 
-def _mostly_moved(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Most tokens, not one: in a mixture of experts rounding sends a token now and then to another expert."""
-    return bool(_movement(a, b).median() > TOLERANCE.get(a.dtype, ALONE_TOLERANCE))
+def _mostly_differs(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether most tokens differ: in a mixture of experts, rounding may reroute single tokens."""
+    return bool(_difference(a, b).median() > TOLERANCE.get(a.dtype, ALONE_TOLERANCE))
 
 
-def _movement(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """How far each token's logits moved, as a share of the largest logit."""
+def _difference(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """The largest difference of each token's logits, relative to the largest logit."""
     scale = a.float().abs().max().clamp(min=1e-6)
     return (a.float() - b.float()).abs().amax(-1) / scale
 
@@ -219,23 +212,31 @@ def check_documents(
     device: torch.device,
     say: Callable[[str], None],
 ) -> bool:
-    """Checks the model; returns whether packed rows bring their documents, or positions alone."""
-    run, trouble = job.run, ""
-    if (purpose := purpose_of(run)) in ROW_PURPOSES:  # others may look ahead as they like
+    """Checks the model; returns whether packed rows bring their documents, or only positions."""
+    run = job.run
+    label = job.source.label
+    purpose = purpose_of(run)
+    if purpose in ROW_PURPOSES:  # others may look ahead
         if purpose == "seq2seq":
-            check_decoder(sharded, vocabulary, job.source.label, device)
+            check_decoder(sharded, vocabulary, label, device)
         return False
-    packing, known = (
-        bool(run.data.packing),
-        job.source.documents,
-    )  # as nn/attention/definition.py found on a tiny model
-    if packing and (run.attention == "auto" and install(sharded.model) if known is None else known):
+    packing = bool(run.data.packing)
+    trouble = ""
+    if packing and _takes_documents(job, sharded.model):
         try:
-            check_model(sharded, vocabulary, True, job.source.label, device, documents=True)
+            check_model(sharded, vocabulary, True, label, device, documents=True)
             return True
-        except Exception as error:  # a model's own code may choke on a mask that is no tensor: the plain path decides
+        # A model's own code may fail on a mask that is no tensor: the plain path decides.
+        except Exception as error:
             trouble = str(getattr(error, "problem", error))
-    check_model(sharded, vocabulary, packing, job.source.label, device)
+    check_model(sharded, vocabulary, packing, label, device)
     if trouble:
         say(f"attention: plain for this model ({trouble})")
     return False
+
+
+def _takes_documents(job: ResolvedRun, model: Any) -> bool:
+    supported = job.source.documents  # by a tiny model, in nn/attention/definition.py
+    if supported is None:
+        return job.run.attention == "auto" and install(model)
+    return supported

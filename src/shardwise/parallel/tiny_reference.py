@@ -1,4 +1,4 @@
-"""What one process computes on a tiny model: the reference of trials and of the zoo."""
+"""Single-process loss and gradients of a tiny model: the reference of trials and of the zoo."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from shardwise.parallel.routers.install import routers_in
 
 
 def alone(case: TinyCase, prepare: Callable[[Any], None] = lambda _: None) -> LossAndGradients:
-    """What one process computes by the model's definition (nn/attention/definition.py): eager attention, row by row.
+    """Loss and gradients by the model's definition (nn/attention/definition.py): eager, row by row.
 
-    `prepare` changes the model first: puts adapters on it, say.
+    `prepare` changes the model first: adds adapters, for example.
     """
-    inputs, labels = case.inputs(), case.labels()
-    rows = [
-        {name: table[row : row + 1] for name, table in inputs.items()} for row in range(len(labels))
-    ]
+    inputs = case.inputs()
+    labels = case.labels()
+    rows = []
+    for row in range(len(labels)):
+        rows.append({name: table[row : row + 1] for name, table in inputs.items()})
     model = case.model(attention="eager")
     prepare(model)
     routers = routers_in(model, case.config, case.task, *case.router)

@@ -27,7 +27,7 @@ from shardwise.objectives.cost import held_besides
 from shardwise.observe.curve import series_from, terminal_curve
 from shardwise.parallel.offload.policy import float8_gathers, held_by_place
 from shardwise.parallel.pipeline.schedule import bubble, schedule_of, simulate
-from shardwise.parallel.routers.settings import chosen_in, told
+from shardwise.parallel.routers.settings import chosen_in, describe_choice
 from shardwise.parallel.zero.plusplus import describe_collectives
 from shardwise.parallel.zero.stages import unmanaged
 from shardwise.parallel.zero.units import choose_units, describe_units
@@ -105,7 +105,7 @@ def print_plan(job: ResolvedRun, console: Console | None = None) -> None:
         table.add_row(title, words)
     if (aim := _aim(job)) is not None:
         table.add_row("objective", aim)
-    if routers := told(chosen_in(run, job.reasons), run.router.balance):
+    if routers := describe_choice(chosen_in(run, job.reasons), run.router.balance):
         table.add_row("routers", routers)
     for words in _data_lines(job):
         table.add_row("data" if words.startswith("data") else "", words.removeprefix("data"))

@@ -11,7 +11,7 @@ from torch import nn
 from shardwise.config.schema import Run
 from shardwise.core.errors import UserError
 from shardwise.parallel.routers.find import Routers, Site
-from shardwise.parallel.routers.settings import Chosen, choose, told
+from shardwise.parallel.routers.settings import Chosen, choose, describe_choice
 
 SITE = Site("Gate", "layers.*.gate", 0)
 MIXTRAL = Routers((SITE,), 2, 0.01, False, "", {})
@@ -44,10 +44,10 @@ def test_left_open() -> None:
     assert chosen(None) == Chosen(0.0, 0.0, 0.0)
     silent = chosen(MIXTRAL)
     assert silent.aux_loss == 0.0 and "does not ask for it" in silent.why["aux_loss"]
-    asked = chosen(replace(MIXTRAL, asked=True))
-    assert asked.aux_loss == 0.01 and "output_router_logits: true" in asked.why["aux_loss"]
+    default = chosen(replace(MIXTRAL, enabled=True))
+    assert default.aux_loss == 0.01 and "output_router_logits: true" in default.why["aux_loss"]
     # The config asks, and the class's own loss has nothing for it.
-    idle = chosen(replace(MIXTRAL, asked=True, coefficient=None))
+    idle = chosen(replace(MIXTRAL, enabled=True, coefficient=None))
     assert idle.aux_loss == 0.0 and "its own code adds no loss" in idle.why["aux_loss"]
 
 
@@ -63,11 +63,11 @@ def test_biases_left_open() -> None:
 
 def test_numbers() -> None:
     assert chosen(MIXTRAL, aux_loss=0.5, z_loss="1e-3") == Chosen(0.5, 0.001, 0.0)
-    assert chosen(replace(MIXTRAL, asked=True), aux_loss=0) == Chosen(0.0, 0.0, 0.0)
+    assert chosen(replace(MIXTRAL, enabled=True), aux_loss=0) == Chosen(0.0, 0.0, 0.0)
     assert chosen(DEEPSEEK, bias_update=0.02, aux_loss=0.1).bias_update == 0.02
 
 
-BROKEN = replace(MIXTRAL, asked=True, coefficient=None, trouble="transformers' own code fails to compute it (…)")
+BROKEN = replace(MIXTRAL, enabled=True, coefficient=None, trouble="transformers' own code fails to compute it (…)")
 
 
 @pytest.mark.parametrize(
@@ -91,11 +91,12 @@ def test_refused(found: Routers | None, settings: dict[str, Any], field: str, wo
 
 
 def test_one_line() -> None:
-    assert told(chosen(None), "document") == ""
-    line = told(chosen(replace(MIXTRAL, asked=True), z_loss=0.1), "document")
+    assert describe_choice(chosen(None), "document") == ""
+    line = describe_choice(chosen(replace(MIXTRAL, enabled=True), z_loss=0.1), "document")
     assert line == (
         "auxiliary loss × 0.01 over each document (the model's config asks for it (output_router_logits: true)); "
         "z-loss × 0.1"
     )
-    assert told(chosen(DEEPSEEK), "document") == "bias moves by 0.001 a step (the model balances its routers by a bias)"
-    assert "each micro-batch" in told(chosen(MIXTRAL, aux_loss=1.0), "micro_batch")
+    line = describe_choice(chosen(DEEPSEEK), "document")
+    assert line == "bias moves by 0.001 a step (the model balances its routers by a bias)"
+    assert "each micro-batch" in describe_choice(chosen(MIXTRAL, aux_loss=1.0), "micro_batch")

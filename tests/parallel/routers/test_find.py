@@ -33,7 +33,7 @@ NONE: dict[str, tuple[int, str]] = {  # their code has no loss for routers
 def test_its_own_loss_by_our_sums(name: str) -> None:
     found = find_routers(CONFIG_MAPPING[name](), "causal")
     top_k, coefficient, bias = OWN[name]
-    assert found is not None and not found.trouble and not found.asked
+    assert found is not None and not found.trouble and not found.enabled
     assert (found.top_k, found.coefficient) == (top_k, coefficient)
     assert [one.partition("*.")[2] for one in found.biases.values()] == ([bias] if bias else [])
     times = {site.pattern.rpartition("*.")[2]: site.times for site in found.sites}
@@ -56,7 +56,7 @@ def test_the_numbers_are_the_configs() -> None:
         num_local_experts=24, num_experts_per_tok=5, output_router_logits=True, router_aux_loss_coef=0.037
     )
     found = find_routers(config, "causal")
-    assert found is not None and (found.asked, found.top_k, found.coefficient) == (True, 5, 0.037)
+    assert found is not None and (found.enabled, found.top_k, found.coefficient) == (True, 5, 0.037)
 
 
 def test_a_dense_model_has_none() -> None:
@@ -65,16 +65,16 @@ def test_a_dense_model_has_none() -> None:
 
 def test_own_code_that_fails_is_told() -> None:
     found = find_routers(CONFIG_MAPPING["granitemoe"](output_router_logits=True), "causal")
-    assert found is not None and found.asked and "transformers' own code fails" in found.trouble
+    assert found is not None and found.enabled and "transformers' own code fails" in found.trouble
     assert found.sites and found.top_k == 2  # the Switch loss can be had by a number
 
 
 def test_other_kinds_of_models() -> None:
     switch = find_routers(CONFIG_MAPPING["switch_transformers"](output_router_logits=True), "seq2seq")
-    assert switch is not None and switch.asked and "encoder–decoder" in switch.trouble
+    assert switch is not None and switch.enabled and "encoder–decoder" in switch.trouble
     # A classifier's own loss has nothing of its routers, whatever the config says.
     sorter = find_routers(CONFIG_MAPPING["mixtral"](num_labels=3, output_router_logits=True), "classify")
-    assert sorter is not None and sorter.asked and sorter.coefficient is None and sorter.sites
+    assert sorter is not None and sorter.enabled and sorter.coefficient is None and sorter.sites
 
 
 def test_sums_that_are_not_its_own_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:

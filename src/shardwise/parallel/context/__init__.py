@@ -1,1 +1,1 @@
-"""Long sequences divided over ranks: each holds a part of every row, and attention alone looks at the others'."""
+"""Context parallelism: each rank holds a part of every row; only attention reads other parts."""

@@ -1,8 +1,8 @@
-"""Attention of some queries to some keys, with the log-sum-exp of its scores, so that results can be put together.
+"""Blockwise attention that also returns the log-sum-exp of its scores, to merge blocks.
 
-Two ways. A flash kernel, where every query sees every key, or those up to its own: what zigzag order leaves of a causal
-mask as long as a row is one document. Plain arithmetic in single precision at least, for windows, packed documents,
-softcaps and dropout. Both compute a block again in backward, from the log-sum-exp of all blocks together.
+Two implementations. A flash kernel, where the mask is full or causal: in zigzag order, every block
+of a row that is one document. Plain arithmetic in fp32 or fp64, for windows, packed documents,
+softcaps and dropout. Both recompute the scores in backward, from the log-sum-exp of all blocks.
 """
 
 from __future__ import annotations
@@ -23,57 +23,61 @@ from shardwise.nn.attention.varlen import Scores
 from shardwise.parallel.context.mask import VisibilityRule
 from shardwise.parallel.context.split import SequenceLayout
 
-QUERIES = 512  # at a time in plain arithmetic: scores take (rows, heads, QUERIES, keys)
-KERNEL_HEAD = 256  # the largest that the kernels take
+QUERIES = 512  # per slice in plain arithmetic: scores take (rows, heads, QUERIES, keys)
+KERNEL_HEAD = 256  # largest head size that the kernels support
 
 Grads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True)
 class KeyPiece:
-    """What of one rank's keys a rank's queries can see at all: halves of both, or all."""
+    """The queries and keys (halves, or all of them) between which anything is visible."""
 
     queries: slice
     keys: slice
-    causal: bool  # whether queries and keys are the same tokens, of which none sees a later one
-    whole: bool  # nothing else is hidden
+    causal: bool  # queries and keys are the same tokens, under a causal mask
+    unmasked: bool  # causality aside, every query sees every key
     key_rank: int
 
 
 def piece_of(layout: SequenceLayout, rule: VisibilityRule, key_rank: int) -> KeyPiece | None:
-    """What this rank's queries see of another's keys, as far as the host knows; None: nothing."""
-    half, everything = layout.chunk, slice(0, layout.width)
-    mine: tuple[int, ...] = layout.chunks(layout.rank)
-    theirs: tuple[int, ...] = layout.chunks(key_rank)
-    queries = keys = everything
+    """The keys of a rank that this rank's queries may see, judged on the host; None for none."""
+    half = layout.chunk
+    query_chunks: tuple[int, ...] = layout.chunks(layout.rank)
+    key_chunks: tuple[int, ...] = layout.chunks(key_rank)
+    queries = keys = slice(0, layout.width)
     if rule.causal and key_rank != layout.rank:
-        if theirs[0] > mine[0]:
-            queries, mine = slice(half, layout.width), mine[1:]
-        if theirs[-1] > mine[-1]:
-            keys, theirs = slice(0, half), theirs[:1]
-        if theirs[0] > mine[-1]:
+        if key_chunks[0] > query_chunks[0]:
+            queries = slice(half, layout.width)
+            query_chunks = query_chunks[1:]
+        if key_chunks[-1] > query_chunks[-1]:
+            keys = slice(0, half)
+            key_chunks = key_chunks[:1]
+        if key_chunks[0] > query_chunks[-1]:
             return None
-    if not layout.share(mine, theirs):
+    if not layout.share(query_chunks, key_chunks):
         return None
     reach = rule.window if rule.causal else rule.sides
-    if reach is not None and _nearest(mine, theirs, half) > reach:
+    if reach is not None and _least_distance(query_chunks, key_chunks, half) > reach:
         return None
-    whole = rule.plain and layout.one_document(mine + theirs)
-    return KeyPiece(queries, keys, rule.causal and key_rank == layout.rank, whole, key_rank)
+    causal = rule.causal and key_rank == layout.rank
+    unmasked = rule.plain and layout.one_document(query_chunks + key_chunks)
+    return KeyPiece(queries, keys, causal, unmasked, key_rank)
 
 
-def _nearest(mine: tuple[int, ...], theirs: tuple[int, ...], chunk: int) -> int:
-    """At least so far is a token from any other, in chunks of this size."""
-    return min(max(0, abs(a - b) - 1) * chunk + (a != b) for a in mine for b in theirs)
+def _least_distance(queries: tuple[int, ...], keys: tuple[int, ...], size: int) -> int:
+    """The least distance of a token in one set of chunks from a token in the other."""
+    apart = min(abs(a - b) for a in queries for b in keys)
+    return 0 if apart == 0 else (apart - 1) * size + 1
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """What sums are held in."""
-    return dtype if dtype in (torch.float32, torch.float64) else torch.float32
+    """The dtype for accumulation: fp64 stays, everything else is fp32."""
+    return dtype if dtype == torch.float64 else torch.float32
 
 
 class AttentionBlock:
-    """One piece: forward gives output and log-sum-exp, both wide; backward the gradients of q, k and v, wide."""
+    """Attention of one piece; outputs and gradients have the dtype that `wide` gives."""
 
     def __init__(
         self,
@@ -83,51 +87,53 @@ class AttentionBlock:
         scores: Scores,
         seed: int,
     ) -> None:
-        self.piece, self.layout, self.rule, self.scores, self.seed = (
-            piece,
-            layout,
-            rule,
-            scores,
-            seed,
-        )
-        self._state: list[Any] = []  # what a CUDA kernel's backward wants to have back
+        self.piece = piece
+        self.layout = layout
+        self.rule = rule
+        self.scores = scores
+        self.seed = seed
+        self._state: list[Any] = []  # what a CUDA forward returns for its backward
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of the piece's queries, keys and values."""
+        """Output and log-sum-exp for the piece's queries, keys and values."""
         if self._kernel_takes(q, k, v):
-            out, lse, *self._state = _flash_forward(q, k, v, self.piece.causal, self.scores.scale)
-            return out, lse
+            return self._flash_forward(q, k, v)
         parts = [self._forward(part, k, v, start) for start, part in _in_parts(q)]
         return torch.cat([out for out, _ in parts], 2), torch.cat([lse for _, lse in parts], 2)
 
     def backward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-        out: torch.Tensor, lse: torch.Tensor, grad: torch.Tensor,
-    ) -> Grads:  # fmt: skip
-        """`out`, `lse` and `grad` are those of all blocks together."""
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        grad: torch.Tensor,
+    ) -> Grads:
+        """Gradients of q, k and v; `out`, `lse` and `grad` are those of the merged blocks."""
         if self._kernel_takes(q, k, v):
-            return _flash_backward(
-                q, k, v, out, lse, grad, self.piece.causal, self.scores.scale, self._state
-            )
+            return self._flash_backward(q, k, v, out, lse, grad)
         grad = grad.to(wide(q.dtype))
         delta = (grad * out.to(grad.dtype)).sum(-1)
-        found: list[torch.Tensor] = []
-        dk, dv = torch.zeros_like(k, dtype=grad.dtype), torch.zeros_like(v, dtype=grad.dtype)
+        dq: list[torch.Tensor] = []
+        dk = torch.zeros_like(k, dtype=grad.dtype)
+        dv = torch.zeros_like(v, dtype=grad.dtype)
         for start, part in _in_parts(q):
             at = slice(start, start + part.shape[2])
-            dq, more_k, more_v = self._backward(
+            part_dq, part_dk, part_dv = self._backward(
                 part, k, v, lse[:, :, at], grad[:, :, at], delta[:, :, at], start
             )
-            found.append(dq)
-            dk += more_k
-            dv += more_v
-        return torch.cat(found, 2), dk, dv
+            dq.append(part_dq)
+            dk += part_dk
+            dv += part_dv
+        return torch.cat(dq, 2), dk, dv
 
     def _kernel_takes(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
-        scores, head = self.scores, q.shape[-1]
-        simple = self.piece.whole and scores.softcap is None and scores.dropout == 0.0
+        scores = self.scores
+        head = q.shape[-1]
+        simple = self.piece.unmasked and scores.softcap is None and scores.dropout == 0.0
         if not simple or head != v.shape[-1]:
             return False
         if effective_device(q) == "cpu":
@@ -138,30 +144,74 @@ class AttentionBlock:
         )
         return half and recent and head % 8 == 0 and head <= KERNEL_HEAD and not torch.version.hip
 
+    def _flash_forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        k = _repeated(k, q)
+        v = _repeated(v, q)
+        causal = self.piece.causal
+        scale = self.scores.scale
+        if q.device.type == "cpu":
+            out, lse, *_ = cpu_flash_attention(q, k, v, 0.0, causal, scale=scale)
+        else:
+            results = flash_attention(q, k, v, 0.0, causal, False, scale=scale)
+            out, lse, *self._state = results[:8]
+        return out.to(wide(q.dtype)), lse[:, :, : q.shape[2]].to(wide(q.dtype))
+
+    def _flash_backward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        grad: torch.Tensor,
+    ) -> Grads:
+        inputs = (q, _repeated(k, q), _repeated(v, q))
+        tensors = (grad.to(q.dtype), *inputs, out.to(q.dtype), lse.contiguous())
+        causal = self.piece.causal
+        scale = self.scores.scale
+        if q.device.type == "cpu":
+            dq, dk, dv = cpu_flash_attention_backward(*tensors, 0.0, causal, scale=scale)
+        else:
+            *lengths, seed, offset = self._state
+            dq, dk, dv = flash_attention_backward(
+                *tensors, *lengths, 0.0, causal, seed, offset, scale=scale
+            )
+        return dq.to(wide(q.dtype)), _summed(dk, k), _summed(dv, v)
+
     def _forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         scores, _ = self._scores(q, k, start)
         lse = scores.logsumexp(-1)
         weights = _weights(scores, lse)
-        if (kept := self._kept(scores, start)) is not None:
-            weights = weights * kept
+        dropout = self._dropout_factors(scores, start)
+        if dropout is not None:
+            weights = weights * dropout
         return _by_heads(_grouped(weights, k) @ v.to(weights.dtype), q), lse
 
     def _backward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-        lse: torch.Tensor, grad: torch.Tensor, delta: torch.Tensor, start: int,
-    ) -> Grads:  # fmt: skip
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        lse: torch.Tensor,
+        grad: torch.Tensor,
+        delta: torch.Tensor,
+        start: int,
+    ) -> Grads:
         scores, slope = self._scores(q, k, start)
         weights = _weights(scores, lse)
-        kept = self._kept(scores, start)
-        used = weights if kept is None else weights * kept
+        dropout = self._dropout_factors(scores, start)
         flat = _grouped(grad, k)
-        dv = _grouped(used, k).transpose(-1, -2) @ flat
-        reward = _by_heads(flat @ v.to(flat.dtype).transpose(-1, -2), q)
-        if kept is not None:
-            reward = reward * kept
-        ds = weights * (reward - delta[..., None]) * self.scores.scale
+        dw = _by_heads(flat @ v.to(flat.dtype).transpose(-1, -2), q)
+        dropped = weights
+        if dropout is not None:
+            dw = dw * dropout
+            dropped = weights * dropout
+        dv = _grouped(dropped, k).transpose(-1, -2) @ flat
+        ds = weights * (dw - delta[..., None]) * self.scores.scale
         if slope is not None:
             ds = ds * slope
         ds = _grouped(ds, k)
@@ -171,40 +221,44 @@ class AttentionBlock:
     def _scores(
         self, q: torch.Tensor, k: torch.Tensor, start: int
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """(rows, heads, queries, keys) with -inf where nothing is seen, and what a softcap makes of a gradient."""
+        """Scores (rows, heads, queries, keys), -inf where masked, and a softcap's derivative."""
         dtype = wide(q.dtype)
-        scores = (
-            _by_heads(_grouped(q, k).to(dtype) @ k.to(dtype).transpose(-1, -2), q)
-            * self.scores.scale
-        )
+        scores = _by_heads(_grouped(q, k).to(dtype) @ k.to(dtype).transpose(-1, -2), q)
+        scores = scores * self.scores.scale
         slope = None
-        if (cap := self.scores.softcap) is not None:
-            bent = torch.tanh(scores / cap)
-            scores, slope = bent * cap, 1 - bent * bent
-        seen = self._seen(start, q.shape[2], q.device)
-        return scores if seen is None else scores.masked_fill(~seen, float("-inf")), slope
+        cap = self.scores.softcap
+        if cap is not None:
+            tanh = torch.tanh(scores / cap)
+            scores = tanh * cap
+            slope = 1 - tanh * tanh
+        visible = self._visible(start, q.shape[2], q.device)
+        if visible is not None:
+            scores = scores.masked_fill(~visible, float("-inf"))
+        return scores, slope
 
-    def _seen(self, start: int, count: int, device: torch.device) -> torch.Tensor | None:
-        """(rows, 1, queries, keys), by documents and positions."""
-        layout, piece = self.layout, self.piece
-        if piece.whole and not piece.causal:
+    def _visible(self, start: int, count: int, device: torch.device) -> torch.Tensor | None:
+        """The mask (rows, 1, queries, keys) by documents and positions; None if all is visible."""
+        layout = self.layout
+        piece = self.piece
+        if piece.unmasked and not piece.causal:
             return None
         documents = layout.on(device)
         begin = piece.queries.start + start
-        mine, theirs = slice(begin, begin + count), piece.keys
 
-        def pair(whole: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            queries, keys = layout.take(whole), layout.take(whole, piece.key_rank)
-            return queries[:, mine, None], keys[:, None, theirs]
+        def pair(full: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            queries = layout.take(full)[:, begin : begin + count]
+            keys = layout.take(full, piece.key_rank)[:, piece.keys]
+            return queries[:, :, None], keys[:, None]
 
-        index, other = pair(documents.index)
-        seen = index == other
-        if (rule := self.rule.sees(*pair(documents.positions))) is not None:
-            seen = seen & rule
-        return seen[:, None]
+        query_documents, key_documents = pair(documents.index)
+        visible = query_documents == key_documents
+        by_rule = self.rule.sees(*pair(documents.positions))
+        if by_rule is not None:
+            visible = visible & by_rule
+        return visible[:, None]
 
-    def _kept(self, scores: torch.Tensor, start: int) -> torch.Tensor | None:
-        """What dropout multiplies weights by; the same again in backward."""
+    def _dropout_factors(self, scores: torch.Tensor, start: int) -> torch.Tensor | None:
+        """What dropout multiplies weights by; the same in forward and backward."""
         if self.scores.dropout == 0.0:
             return None
         random = torch.Generator(scores.device).manual_seed(
@@ -217,9 +271,11 @@ class AttentionBlock:
 def block_of(
     layout: SequenceLayout, rule: VisibilityRule, scores: Scores, key_rank: int, seed: int = 0
 ) -> AttentionBlock | None:
-    """Attention to what a rank's keys have to tell this rank's queries; None where that is nothing."""
+    """Attention of this rank's queries to a rank's keys; None if none of them is visible."""
     piece = piece_of(layout, rule, key_rank)
-    return None if piece is None else AttentionBlock(piece, layout, rule, scores, seed)
+    if piece is None:
+        return None
+    return AttentionBlock(piece, layout, rule, scores, seed)
 
 
 def _in_parts(q: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
@@ -227,7 +283,7 @@ def _in_parts(q: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
 
 
 def _grouped(x: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-    """(rows, heads, queries, any) with the queries of all heads that share a head of keys in line."""
+    """(rows, key heads, ..., any): the queries of heads that share a key head, concatenated."""
     return x.reshape(x.shape[0], k.shape[1], -1, x.shape[-1])
 
 
@@ -236,73 +292,48 @@ def _by_heads(x: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
 
 
 def _weights(scores: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
-    """Zero for a query that sees nothing."""
+    """Softmax weights; zero for a query that sees nothing."""
     return torch.exp(scores - lse.masked_fill(lse == float("-inf"), 0.0)[..., None])
 
 
 def merge(
-    out: torch.Tensor, lse: torch.Tensor, more: torch.Tensor, more_lse: torch.Tensor
+    out: torch.Tensor, lse: torch.Tensor, other: torch.Tensor, other_lse: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Two results for the same queries as one."""
-    both = torch.logaddexp(lse, more_lse)
-    return out * _share(lse, both) + more * _share(more_lse, both), both
+    """Merges two outputs, with their log-sum-exps, for the same queries."""
+    total = torch.logaddexp(lse, other_lse)
+    return out * _share(lse, total) + other * _share(other_lse, total), total
 
 
-def _share(lse: torch.Tensor, of: torch.Tensor) -> torch.Tensor:
-    return torch.exp(lse - of.masked_fill(of == float("-inf"), 0.0))[..., None]
+def _share(lse: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
+    return torch.exp(lse - total.masked_fill(total == float("-inf"), 0.0))[..., None]
 
 
 def sunk(
     out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """With one more score per head, whose value is nothing."""
-    both = torch.logaddexp(lse, sinks.to(lse.dtype).view(1, -1, 1))
-    return out * _share(lse, both), both
+    """Adds attention sinks: one more score per head, with a value of zero."""
+    total = torch.logaddexp(lse, sinks.to(lse.dtype).view(1, -1, 1))
+    return out * _share(lse, total), total
 
 
 def grad_of_sinks(
     sinks: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, grad: torch.Tensor
 ) -> torch.Tensor:
-    """Of the loss by the sinks' scores."""
+    """Gradient of the loss with respect to the sinks."""
     weight = torch.exp(sinks.to(lse.dtype).view(1, -1, 1) - lse)
-    found = -(weight * (grad.to(out.dtype) * out).sum(-1)).sum((0, 2))
-    return found.to(sinks.dtype).view_as(sinks)
+    gradient = -(weight * (grad.to(out.dtype) * out).sum(-1)).sum((0, 2))
+    return gradient.to(sinks.dtype).view_as(sinks)
 
 
 def _repeated(x: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-    return x.repeat_interleave(q.shape[1] // x.shape[1], 1) if x.shape[1] != q.shape[1] else x
+    if x.shape[1] == q.shape[1]:
+        return x
+    return x.repeat_interleave(q.shape[1] // x.shape[1], 1)
 
 
 def _summed(grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """Of repeated keys, as one of the keys."""
+    """The gradient of `x` from the gradient of its repeated heads."""
     grad = grad.to(wide(grad.dtype))
-    return grad if grad.shape[1] == x.shape[1] else grad.unflatten(1, (x.shape[1], -1)).sum(2)
-
-
-def _flash_forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float
-) -> list[Any]:
-    """Output, log-sum-exp, and what backward wants."""
-    k, v = _repeated(k, q), _repeated(v, q)
-    if q.device.type == "cpu":
-        out, lse, *state = cpu_flash_attention(q, k, v, 0.0, causal, scale=scale)
-    else:
-        found = flash_attention(q, k, v, 0.0, causal, False, scale=scale)
-        out, lse, *state = found[:8]
-    return [out.to(wide(q.dtype)), lse[:, :, : q.shape[2]].to(wide(q.dtype)), *state]
-
-
-def _flash_backward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-    out: torch.Tensor, lse: torch.Tensor, grad: torch.Tensor, causal: bool, scale: float, state: list[Any],
-) -> Grads:  # fmt: skip
-    long_k, long_v = _repeated(k, q), _repeated(v, q)
-    given = (grad.to(q.dtype), q, long_k, long_v, out.to(q.dtype), lse.contiguous())
-    if q.device.type == "cpu":
-        backward = cpu_flash_attention_backward
-        dq, dk, dv = backward(*given, 0.0, causal, scale=scale)
-    else:
-        *lengths, seed, offset = state
-        backward = flash_attention_backward
-        dq, dk, dv = backward(*given, *lengths, 0.0, causal, seed, offset, scale=scale)
-    return dq.to(wide(q.dtype)), _summed(dk, k), _summed(dv, v)
+    if grad.shape[1] != x.shape[1]:
+        grad = grad.unflatten(1, (x.shape[1], -1)).sum(2)
+    return grad

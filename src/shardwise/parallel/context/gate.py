@@ -1,10 +1,11 @@
-"""Whether a model can have its sequences divided, by trying a tiny one of its class in one process.
+"""Checks whether a model's sequences can be sharded, by trying a tiny model of its class.
 
-The truth is what the model says of each document alone. Then whole rows are run by our attention, and all that any
-module makes of them is written down. Then a rank's part of the rows is run, its attention reading the keys that were
-written down instead of other ranks'. What mixes positions in any other way than attention, counts positions by place,
-or masks by itself, makes something else of the part than of the whole: the first module that does is found. If it is a
-part of a block, it may have whole rows (gather.py), and the trial begins anew.
+The trial runs in one process. The reference is the model's output for each document alone. First,
+full rows run through our attention, and the output of every module is recorded. Then each rank's
+part of the rows runs, with recorded keys in the place of those of other ranks. A module that mixes
+positions other than by attention, computes positions by itself or masks by itself gives another
+output for the part: the first such module is identified. If it is inside of a block, that part of
+the block gets full rows (gather.py), and the trial starts again.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import copy
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -38,21 +39,22 @@ from shardwise.parallel.context.mask import ContextMask, ContextRows
 from shardwise.parallel.context.positions import Positions
 from shardwise.parallel.context.split import SequenceLayout, split_batch
 
-RANKS, WIDTH = 2, 20  # a width, and half of it, that no other size of a tiny model has
-PACKED = [
-    [7, 13],
-    [12, 8],
-]  # documents across the borders of parts, longer than windows of tiny models
+RANKS = 2
+WIDTH = 20  # neither it nor its half is another size of a tiny model
+# Documents that cross the borders of parts and are longer than the windows of tiny models.
+PACKED = [[7, 13], [12, 8]]
 PLAIN = [[WIDTH], [WIDTH]]
-SAME = 1e-5  # of the largest: single precision inside of double (norms, rotations) leaves less
-KINDS = 4  # of modules that may have whole rows; models have one or two
+# Relative to the largest value: fp32 operations inside of fp64 (norms, rotations) leave less.
+TOLERANCE = 1e-5
+MOST_CLASSES = 4  # of modules that may get full rows; models need one or two
 
 
 @dataclass(frozen=True)
 class Way:
-    """How a model is given its part: with positions, maybe counted from behind the padding's number as RoBERTa does.
+    """How a model is called with its part.
 
-    `registry`: all attention is asked of the registry, of modules too that would not by themselves.
+    `positions`: with `position_ids`; `behind`: which start behind the padding id, as RoBERTa's do;
+    `registry`: all modules use the attention registry, also those that would not by default.
     """
 
     positions: bool = True
@@ -65,60 +67,58 @@ WAYS = (Way(), Way(behind=True), Way(positions=False))
 
 @dataclass(frozen=True)
 class Findings:
-    """What a model needs: the way it is called, the classes of modules that get whole rows, and if it takes packing."""
+    """How to call a model, which classes of modules get full rows, and whether packing works."""
 
     way: Way
     whole: dict[str, CallShapes]
     packed: bool
-    trouble: str = ""  # with packed documents
+    trouble: str = ""  # why packed documents do not work
 
 
 def examine(model: Any) -> Findings:
-    """Runs a tiny model of the class; raises Refused where its sequences cannot be divided."""
+    """What sharded sequences need of a model; raises CannotParallelize if it cannot have them."""
     with torch.random.fork_rng(devices=[]), torch.no_grad(), quiet():
         try:
             tiny = _tiny(model)
-            ids = torch.randint(
-                FIRST, tiny.config.get_text_config(decoder=True).vocab_size - 1, (2, WIDTH)
-            )
+            vocabulary = tiny.config.get_text_config(decoder=True).vocab_size
+            ids = torch.randint(FIRST, vocabulary - 1, (2, WIDTH))
             tiny(input_ids=ids, use_cache=False)
         except Exception as error:
             raise CannotParallelize(
                 "", f"no tiny model of this class runs here to be tried ({error})"[:160]
             ) from error
         refusals: list[CannotParallelize] = []
-        for kinds in (0, KINDS):
-            for way in WAYS:
+        for most_classes in (0, MOST_CLASSES):
+            for plain_way in WAYS:
+                way = replace(plain_way, registry=most_classes == 0)
                 try:
-                    return _mended(
-                        tiny, ids, Way(way.positions, way.behind, registry=kinds == 0), kinds
-                    )
+                    return _examine_way(tiny, ids, way, most_classes)
                 except CannotParallelize as refusal:
                     refusals.append(refusal)
     raise refusals[0]
 
 
-def _mended(model: Any, ids: torch.Tensor, way: Way, kinds: int) -> Findings:
-    """Tries a way, with whole rows for at most so many kinds of modules."""
-    whole: list[str] = []
+def _examine_way(model: Any, ids: torch.Tensor, way: Way, most_classes: int) -> Findings:
+    """Tries a way, with full rows for at most so many classes of modules."""
+    gathered: list[str] = []
     while True:
         try:
-            calls = _try(model, ids, PLAIN, way, whole)
+            calls = _try(model, ids, PLAIN, way, gathered)
             break
         except CannotParallelize as refusal:
             kind = _part_of_block(model, refusal.module)
-            if kind is None or kind in whole or len(whole) == kinds:
+            if kind is None or kind in gathered or len(gathered) == most_classes:
                 raise
-            whole.append(kind)
+            gathered.append(kind)
     try:
-        _try(model, ids, PACKED, way, whole)
+        _try(model, ids, PACKED, way, gathered)
     except CannotParallelize as refusal:
         return Findings(way, calls, False, str(refusal))
     return Findings(way, calls, True)
 
 
 def _part_of_block(model: nn.Module, name: str) -> str | None:
-    """The class of that part of a block in which a module lies."""
+    """The class of the direct child of a block that contains a module."""
     for block, _ in find_blocks(model):
         if name.startswith(block + "."):
             part = name.removeprefix(block + ".").split(".")[0]
@@ -127,14 +127,14 @@ def _part_of_block(model: nn.Module, name: str) -> str | None:
 
 
 def _tiny(model: Any) -> Any:
-    """As in trial.py: parameters are away from where their authors start them, sums are in double precision."""
+    """A tiny fp64 model of the class, with perturbed initial weights (as in trial.py)."""
     torch.manual_seed(0)
     kind: Any = next(
         c for c in type(model).__mro__ if c.__module__.split(".")[0] not in ("torch", "shardwise")
     )
     with torch.device("cpu"):
         tiny = from_config(kind, shrink(model.config)).double()
-    set_experts_of(tiny.config, "eager")  # grouped matmuls know no double precision
+    set_experts_of(tiny.config, "eager")  # grouped matmuls do not support fp64
     for parameter in tiny.parameters():
         parameter.add_(0.05 * torch.randn_like(parameter))
     tiny.tie_weights()
@@ -142,68 +142,74 @@ def _tiny(model: Any) -> Any:
 
 
 def first_position(model: Any, way: Way) -> int:
-    """What a model counts positions from."""
+    """The position of a document's first token."""
     pad = getattr(model.config.get_text_config(decoder=True), "pad_token_id", None)
-    return pad + 1 if way.behind and pad is not None else 0
+    if way.behind and pad is not None:
+        return int(pad) + 1
+    return 0
 
 
 def _try(
-    model: Any, ids: torch.Tensor, lengths: list[list[int]], way: Way, whole: list[str]
+    model: Any, ids: torch.Tensor, lengths: list[list[int]], way: Way, gathered: list[str]
 ) -> dict[str, CallShapes]:
-    """Raises Refused with the name of a module; else tells how those that had whole rows were called."""
+    """How modules with full rows were called; raises CannotParallelize with a module's name."""
     documents = Documents.of_lengths(lengths)
     batch = MicroBatch(ids, ids, None, None, documents=documents)
-    pieces = (
-        [ids]
-        if documents.alone
-        else [piece[None] for piece in ids.flatten().split(documents.lengths)]
-    )
-    truth = torch.cat(
-        [model(input_ids=piece, use_cache=False).logits.flatten(0, 1) for piece in pieces]
-    )
+    reference = _logits_of_documents(model, ids, documents).view(*ids.shape, -1)
     configs = [(module, module.config) for module in model.modules() if hasattr(module, "config")]
-    watch, hooks = _Watch(model), Positions(model)
+    recorder = _Recorder(model)
+    hooks = Positions(model)
     try:
         ask_registry(model, way)
-        with watch.hooks(), watch.whole_rows(whole):
-            for rank, ranks in ((0, 1), *((r, RANKS) for r in range(RANKS))):
+        with recorder.hooks(), recorder.full_rows(gathered):
+            for rank, ranks in [(0, 1), *((rank, RANKS) for rank in range(RANKS))]:
                 part, layout = split_batch(batch, ranks, rank, zigzag=True)
-                watch.begin(layout)
-                given: dict[str, Any] = {
-                    "attention_mask": ContextRows(layout, watch.attend, ids.device)
-                }
+                recorder.begin(layout)
+                mask = ContextRows(layout, recorder.attend, ids.device)
+                inputs: dict[str, Any] = {"attention_mask": mask}
                 if way.positions:
                     assert part.position_ids is not None
-                    given["position_ids"] = part.position_ids + first_position(model, way)
-                logits = model(input_ids=part.input_ids, use_cache=False, **given).logits
-                if not _same(logits, layout.take(truth.view(*ids.shape, -1))):
-                    what = (
-                        "a part of a row than for the whole"
-                        if ranks > 1
-                        else "documents in a row than for each alone"
-                    )
-                    raise CannotParallelize(
-                        watch.first_block, f"predicts something else for {what}"
-                    )
+                    inputs["position_ids"] = part.position_ids + first_position(model, way)
+                logits = model(input_ids=part.input_ids, use_cache=False, **inputs).logits
+                if not _close(logits, layout.take(reference)):
+                    what = "documents in a row than for each alone"
+                    if ranks > 1:
+                        what = "a part of a row than for the whole"
+                    problem = f"predicts something else for {what}"
+                    raise CannotParallelize(recorder.first_block, problem)
     except CannotParallelize as refusal:
-        raise refusal if refusal.module else CannotParallelize(watch.inside, refusal.why) from None
-    except Exception as error:  # the model's own code, given a mask that is no tensor or positions it does not know
-        raise CannotParallelize(watch.inside, f"{type(error).__name__}: {error}"[:160]) from error
+        if refusal.module:
+            raise
+        raise CannotParallelize(recorder.inside, refusal.why) from None
+    # From the model's own code, given a mask that is no tensor or positions it does not support.
+    except Exception as error:
+        raise CannotParallelize(
+            recorder.inside, f"{type(error).__name__}: {error}"[:160]
+        ) from error
     finally:
         hooks.remove()
         for module, config in configs:
             module.config = config
-    return {kind: CallShapes(*watch.calls[kind]) for kind in whole}
+    return {kind: CallShapes(*recorder.calls[kind]) for kind in gathered}
+
+
+def _logits_of_documents(model: Any, ids: torch.Tensor, documents: Documents) -> torch.Tensor:
+    """Logits of all tokens, (tokens, vocabulary), from one forward per document."""
+    inputs = [ids]
+    if not documents.alone:
+        inputs = [document[None] for document in ids.flatten().split(documents.lengths)]
+    outputs = [model(input_ids=document, use_cache=False) for document in inputs]
+    return torch.cat([output.logits.flatten(0, 1) for output in outputs])
 
 
 def ask_registry(model: Any, way: Way) -> None:
-    """Puts our functions in place; where the way is so, under the name whose code paths have no surprises.
+    """Installs our attention functions; with `way.registry`, for all modules, by selecting "sdpa".
 
-    The config is the model's own from then on: others may build from the one it had.
+    The model gets its own copy of the config, since others may build from the original.
     """
     copies: dict[int, Any] = {}
-    for module in model.modules() if way.registry else ():
-        if is_config(getattr(module, "config", None)):
+    for module in model.modules():
+        if way.registry and is_config(getattr(module, "config", None)):
             module.config = copy.deepcopy(module.config, copies)
             set_attention_of(module.config, "sdpa")
     if not install(model):
@@ -213,23 +219,23 @@ def ask_registry(model: Any, way: Way) -> None:
 
 
 @dataclass
-class _Watch:
-    """What modules made of whole rows, to be held against what they make of a part."""
+class _Recorder:
+    """Records the outputs of modules for full rows, and compares them with those for a part."""
 
     model: nn.Module
     calls: dict[str, tuple[dict[str, int | None], dict[str, int | None]]] = field(
         default_factory=dict
     )
     _keys: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
-    _made: dict[str, list[torch.Tensor]] = field(default_factory=lambda: defaultdict(list))
-    _given: dict[str, list[dict[str, Any]]] = field(default_factory=lambda: defaultdict(list))
+    _outputs: dict[str, list[torch.Tensor]] = field(default_factory=lambda: defaultdict(list))
+    _arguments: dict[str, list[dict[str, Any]]] = field(default_factory=lambda: defaultdict(list))
     _names: list[str] = field(default_factory=list)
     _count: Counter[str] = field(default_factory=Counter)
     _layout: Any = None
 
     @property
     def inside(self) -> str:
-        """The module whose forward is running, or was when something was raised."""
+        """The module whose forward is running, or in which an error was raised."""
         return self._names[-1] if self._names else ""
 
     @property
@@ -237,7 +243,7 @@ class _Watch:
         return next((name for name, _ in find_blocks(self.model)), "")
 
     def begin(self, layout: SequenceLayout) -> None:
-        """Whole rows are written down, parts are held against them."""
+        """Starts a forward: one of full rows is recorded, one of a part is compared."""
         self._layout = layout
         self._count.clear()
 
@@ -247,7 +253,7 @@ class _Watch:
 
     @contextmanager
     def hooks(self) -> Iterator[None]:
-        """Follows every module."""
+        """Hooks every module while the context is open."""
         handles = []
         for name, module in self.model.named_modules():
             handles.append(
@@ -269,76 +275,84 @@ class _Watch:
         ):
             return
         if self._layout.ranks == 1:
-            self._made[name].append(output.clone())  # some are changed in place later
+            self._outputs[name].append(output.clone())  # some are changed in place later
             return
-        known, call = self._made[name], self._next(name)
-        if call < len(known) and not _same(output, self._layout.take(known[call])):
+        recorded = self._outputs[name]
+        call = self._next(name)
+        if call < len(recorded) and not _close(output, self._layout.take(recorded[call])):
             raise CannotParallelize(
                 name,
                 "mixes positions, or counts them by their place, in another way than by attention",
             )
 
     @contextmanager
-    def whole_rows(self, kinds: list[str]) -> Iterator[None]:
-        """Lets modules of some classes have whole rows."""
+    def full_rows(self, kinds: list[str]) -> Iterator[None]:
+        """Gives modules of some classes full rows while the context is open."""
         modules = list(modules_of(self.model, kinds))
         for kind, name, module in modules:
             self.calls[kind] = ({}, {})
-            module.forward = self._whole(kind, name, module.forward)
+            module.forward = self._with_full_rows(kind, name, module.forward)
         try:
             yield
         finally:
             for _, _, module in modules:
                 module.__dict__.pop("forward", None)
 
-    def _whole(self, kind: str, name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """As of gather.py, with what was written down in the place of other ranks' parts."""
+    def _with_full_rows(
+        self, kind: str, name: str, forward: Callable[..., Any]
+    ) -> Callable[..., Any]:
+        """As in gather.py, with recorded arguments in the place of other ranks' parts."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
             arguments, results = self.calls[kind]
             recording = self._layout.ranks == 1
             if recording:
-                self._given[name].append({})
-            given = self._given[name][-1 if recording else self._next(f"whole {name}")]
+                self._arguments[name].append({})
+                recorded = self._arguments[name][-1]
+            else:
+                recorded = self._arguments[name][self._next(f"full rows {name}")]
 
             def argument(place: str, leaf: Any) -> Any:
-                leaf = leaf.whole if isinstance(leaf, (ContextRows, ContextMask)) else leaf
+                if isinstance(leaf, (ContextRows, ContextMask)):
+                    leaf = leaf.full
                 if recording:
-                    given[place] = leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
+                    recorded[place] = leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
                     return leaf
-                return self._written(given[place], leaf, place, arguments)
+                return self._recorded(recorded[place], leaf, place, arguments)
 
             def result(place: str, leaf: Any) -> Any:
-                along = (
-                    [d for d, size in enumerate(leaf.shape) if size == WIDTH]
-                    if _is_tensor(leaf)
-                    else []
-                )
-                if recording or not along:
+                if recording or not isinstance(leaf, torch.Tensor) or WIDTH not in leaf.shape:
                     return leaf
-                results[place] = along[0] if len(along) == 1 else None
-                return self._layout.take(leaf, dim=along[0]) if len(along) == 1 else None
+                if leaf.shape.count(WIDTH) > 1:
+                    results[place] = None
+                    return None
+                dim = leaf.shape.index(WIDTH)
+                results[place] = dim
+                return self._layout.take(leaf, dim=dim)
 
             return call_changed(forward, args, kwargs, argument, result)
 
         return call
 
-    def _written(self, whole: Any, part: Any, place: str, dims: dict[str, int | None]) -> Any:
-        """What was written down of an argument, if that is what the ranks' parts would make."""
-        if isinstance(part, int) and (part, whole) == (self._layout.width, WIDTH):
+    def _recorded(self, full: Any, part: Any, place: str, dims: dict[str, int | None]) -> Any:
+        """The recorded argument, if the ranks' parts would make it up."""
+        if isinstance(part, int) and (part, full) == (self._layout.width, WIDTH):
             dims[place] = None
-            return whole
-        if not _is_tensor(part) or not _is_tensor(whole):
+            return full
+        if not isinstance(part, torch.Tensor) or not isinstance(full, torch.Tensor):
             return part
-        along = [d for d, (a, b) in enumerate(zip(part.shape, whole.shape, strict=True)) if a != b]
-        if len(along) == 1:
-            dims[place] = along[0]
-        mine = self._layout.take(whole, dim=along[0]) if along else whole
-        if len(along) > 1 or not _same(part, mine):
+        sizes = zip(part.shape, full.shape, strict=True)
+        cut = [dim for dim, (part_size, full_size) in enumerate(sizes) if part_size != full_size]
+        expected = full
+        if cut:
+            expected = self._layout.take(full, dim=cut[0])
+        if len(cut) == 1:
+            dims[place] = cut[0]
+        if len(cut) > 1 or not _close(part, expected):
             raise CannotParallelize(
                 "", "is given what depends on more than its tokens and positions"
             )
-        return whole
+        return full
 
     def attend(
         self,
@@ -349,37 +363,35 @@ class _Watch:
         mask: ContextMask,
         plain: Any,
     ) -> torch.Tensor:
-        """In the place of `Attends`: to keys that are written down of whole rows, and read for parts of them."""
+        """Implements `Attends`: records the keys of full rows, and reads them for a part."""
         layout = mask.layout
         if layout.ranks == 1:
             self._keys.append((key.clone(), value.clone()))
         call = self._next("")
         if call >= len(self._keys):
             raise CannotParallelize("", "attends more often to a part of a row than to the whole")
-        whole = self._keys[call]
-        for ours, theirs in zip((key, value), whole, strict=True):
-            if not _same(ours, layout.take(theirs, dim=2)):
+        recorded = self._keys[call]
+        for local, full in zip((key, value), recorded, strict=True):
+            if not _close(local, layout.take(full, dim=2)):
                 raise CannotParallelize(
                     "", "its keys depend on more than their own tokens and positions"
                 )
         out = torch.zeros(*query.shape[:3], value.shape[-1], dtype=wide(query.dtype))
         lse = torch.full(query.shape[:3], float("-inf"), dtype=out.dtype)
         for rank in range(layout.ranks):
-            if (block := block_of(layout, mask.rule, scores, rank)) is None:
+            block = block_of(layout, mask.rule, scores, rank)
+            if block is None:
                 continue
-            mine, seen = block.piece.queries, block.piece.keys
-            found = block.forward(
-                query[:, :, mine], *(layout.take(x, rank, dim=2)[:, :, seen] for x in whole)
-            )
-            out[:, :, mine], lse[:, :, mine] = merge(out[:, :, mine], lse[:, :, mine], *found)
-        return out if scores.sinks is None else sunk(out, lse, scores.sinks)[0]
+            at = block.piece.queries
+            visible = (layout.take(x, rank, dim=2)[:, :, block.piece.keys] for x in recorded)
+            partial = block.forward(query[:, :, at], *visible)
+            out[:, :, at], lse[:, :, at] = merge(out[:, :, at], lse[:, :, at], *partial)
+        if scores.sinks is not None:
+            out, _ = sunk(out, lse, scores.sinks)
+        return out
 
 
-def _is_tensor(x: Any) -> bool:
-    return isinstance(x, torch.Tensor)
-
-
-def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
+def _close(a: torch.Tensor, b: torch.Tensor) -> bool:
     if not a.is_floating_point() or a.shape != b.shape:
         return torch.equal(a, b)
-    return bool((a - b).abs().max() <= SAME * b.abs().max())
+    return bool((a - b).abs().max() <= TOLERANCE * b.abs().max())

@@ -1,8 +1,9 @@
-"""Modules that mix positions by code of their own (state spaces, linear attention, attention with biases of its own).
+"""Modules that mix positions by their own code: state spaces, linear attention, biased attention.
 
-What they do cannot be divided from outside. So each rank hands them whole rows, put together from all ranks' parts, and
-goes on with its own part of what they make. They cost every rank what they cost one; all else of the model is divided.
-Which dimension of which argument goes along the sequence was seen by gate.py.
+Such a module cannot be sharded from outside. Each rank gathers full rows for it from all ranks'
+parts and takes its own part of the result, so these modules cost every rank as much as a single
+process; the rest of the model is sharded. gate.py found which dimension of which argument runs
+along the sequence.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ from shardwise.parallel.zero.collectives import all_gather
 
 @dataclass(frozen=True)
 class CallShapes:
-    """How modules of a class are called: the dimension along the sequence of each argument, and of each result.
+    """The sequence dimension of each argument and result of a class, by its place in the call.
 
-    By their place in the call. A number of columns has None; so has a result that no part can be taken of.
+    None for an argument that is the number of columns, and for a result that cannot be split.
     """
 
     arguments: Mapping[str, int | None]
@@ -35,9 +36,9 @@ class CallShapes:
 
 
 def modules_of(model: nn.Module, kinds: Collection[str]) -> Iterator[tuple[str, str, nn.Module]]:
-    """Modules of some classes, each as (class, name, module), but for those inside of another.
+    """Outermost modules of the given classes, each as (class, name, module).
 
-    FSDP and others may have put a subclass of their own in front.
+    Base classes count too: FSDP and others may have replaced the class by a subclass.
     """
     outer = "\0"
     for name, module in model.named_modules():
@@ -48,10 +49,13 @@ def modules_of(model: nn.Module, kinds: Collection[str]) -> Iterator[tuple[str, 
 
 
 def call_changed(
-    forward: Callable[..., Any], args: Any, kwargs: Any,
-    argument: Callable[[str, Any], Any], result: Callable[[str, Any], Any],
-) -> Any:  # fmt: skip
-    """Calls with every leaf of the arguments changed, and changes every leaf of what comes back."""
+    forward: Callable[..., Any],
+    args: Any,
+    kwargs: Any,
+    argument: Callable[[str, Any], Any],
+    result: Callable[[str, Any], Any],
+) -> Any:
+    """Calls with `argument` applied to every leaf of the arguments, and `result` to the results."""
     leaves, tree = tree_flatten_with_path((args, kwargs))
     args, kwargs = tree_unflatten([argument(keystr(path), leaf) for path, leaf in leaves], tree)
     leaves, tree = tree_flatten_with_path(forward(*args, **kwargs))
@@ -59,41 +63,42 @@ def call_changed(
 
 
 class Gathering:
-    """Puts whole rows together for the modules that need them, over the ranks of a group."""
+    """Gathers full rows over a group for the modules that need them."""
 
-    def __init__(self, group: dist.ProcessGroup, zigzag: bool, divided: Callable[[], bool]) -> None:
-        self._group, self._zigzag, self._divided = group, zigzag, divided
-        self._ranks, self._rank = dist.get_world_size(group), dist.get_rank(group)
+    def __init__(self, group: dist.ProcessGroup, zigzag: bool, sharded: Callable[[], bool]) -> None:
+        self._group = group
+        self._zigzag = zigzag
+        self._sharded = sharded
+        self._ranks = dist.get_world_size(group)
+        self._rank = dist.get_rank(group)
 
     def wrap(self, module: nn.Module, calls: CallShapes) -> None:
-        """From now on the module's forward computes with whole rows."""
+        """Makes the module's forward compute with full rows."""
         forward = module.forward
 
         @torch.compiler.disable  # type: ignore[untyped-decorator]
-        def whole(*args: Any, **kwargs: Any) -> Any:
-            if not self._divided():
+        def gathered(*args: Any, **kwargs: Any) -> Any:
+            if not self._sharded():
                 return forward(*args, **kwargs)
 
             def argument(place: str, leaf: Any) -> Any:
                 if isinstance(leaf, (ContextRows, ContextMask)):
-                    return leaf.whole
-                return (
-                    self._gather(leaf, calls.arguments[place]) if place in calls.arguments else leaf
-                )
+                    return leaf.full
+                if place not in calls.arguments:
+                    return leaf
+                return self._gather(leaf, calls.arguments[place])
 
             def result(place: str, leaf: Any) -> Any:
                 if place not in calls.results:
                     return leaf
                 dim = calls.results[place]
-                return (
-                    None
-                    if dim is None or leaf is None
-                    else take_columns(leaf, self._ranks, self._rank, self._zigzag, dim)
-                )
+                if dim is None or leaf is None:
+                    return None
+                return take_columns(leaf, self._ranks, self._rank, self._zigzag, dim)
 
             return call_changed(forward, args, kwargs, argument, result)
 
-        module.forward = whole
+        module.forward = gathered
 
     def _gather(self, leaf: Any, dim: int | None) -> Any:
         if leaf is None:  # not every call has every argument
@@ -108,27 +113,27 @@ class Gathering:
 
 
 class _Gather(torch.autograd.Function):
-    """All ranks' parts along a dimension, in the order of rows; back goes the sum of all ranks' gradients of a part."""
+    """All ranks' parts along a dimension, in row order; backward sums all ranks' gradients."""
 
     @staticmethod
     def forward(
         ctx: Any, part: torch.Tensor, dim: int, group: dist.ProcessGroup, zigzag: bool
     ) -> torch.Tensor:
-        ctx.given = (dim, group, zigzag)
+        ctx.settings = (dim, group, zigzag)
         ranks = dist.get_world_size(group)
         sent = part.to(torch.uint8) if part.dtype == torch.bool else part
-        found = torch.empty((ranks, *sent.shape), dtype=sent.dtype, device=sent.device)
-        all_gather(found, sent.contiguous()[None], group=group)
+        received = torch.empty((ranks, *sent.shape), dtype=sent.dtype, device=sent.device)
+        all_gather(received, sent.contiguous()[None], group=group)
         chunks: dict[int, torch.Tensor] = {}
-        for rank, one in enumerate(found.to(part.dtype)):
-            chunks |= zip(chunks_of(ranks, rank, zigzag), one.chunk(2, dim), strict=True)
+        for rank, rank_part in enumerate(received.to(part.dtype)):
+            chunks |= zip(chunks_of(ranks, rank, zigzag), rank_part.chunk(2, dim), strict=True)
         return torch.cat([chunks[i] for i in range(2 * ranks)], dim)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        dim, group, zigzag = ctx.given
+        dim, group, zigzag = ctx.settings
         ranks = dist.get_world_size(group)
         parts = torch.stack([take_columns(grad, ranks, rank, zigzag, dim) for rank in range(ranks)])
-        mine = torch.empty_like(parts[:1])
-        dist.reduce_scatter_tensor(mine, parts, group=group)
-        return mine[0], None, None, None
+        local = torch.empty_like(parts[:1])
+        dist.reduce_scatter_tensor(local, parts, group=group)
+        return local[0], None, None, None

@@ -1,4 +1,4 @@
-"""Divides the sequences of an unmodified Hugging Face model over the ranks of a mesh."""
+"""Context parallelism: shards the sequences of an unmodified Hugging Face model over a mesh."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Kind = Literal["ulysses", "ring"]
 
 @dataclass(frozen=True)
 class Context:
-    """What divides batches for a model whose attention has been put in place."""
+    """Splits batches for a model that `install_context` has prepared."""
 
     ranks: int
     rank: int
@@ -36,44 +36,36 @@ class Context:
 
         Best called before the batch is moved: documents and padding are read on the host.
         """
-        mine, layout = split_batch(batch, self.ranks, self.rank, zigzag=self.kind == "ring")
+        part, layout = split_batch(batch, self.ranks, self.rank, zigzag=self.kind == "ring")
         if layout.packed and not self.findings.packed:
             raise CannotParallelize(
                 "", f"takes no packed documents ({self.findings.trouble}): set data.packing: false"
             )
-        assert mine.position_ids is not None
-        positions = mine.position_ids + self.first if self.findings.way.positions else None
+        assert part.position_ids is not None
+        positions = part.position_ids + self.first if self.findings.way.positions else None
         mask = ContextRows(layout, self.attends, batch.input_ids.device)
-        # A mask that stands for a tensor; see [Note: context masks].
-        return replace(mine, position_ids=positions, attention_mask=cast(torch.Tensor, mask))
+        # The mask only stands in for a tensor; see [Note: context masks].
+        return replace(part, position_ids=positions, attention_mask=cast(torch.Tensor, mask))
 
 
 def install_context(model: Any, mesh: DeviceMesh, kind: Kind) -> Context:
-    """Puts attention over a mesh of one dimension in place; raises Refused where the model would be wrong.
+    """Installs attention over a 1-D mesh; raises CannotParallelize if results would be wrong.
 
-    Every rank calls it, before the model is sharded or recomputed. Modules of the classes in `Context.findings.whole`
-    compute with whole rows on every rank.
+    Every rank calls it, before the model is sharded or its blocks are checkpointed. Modules of the
+    classes in `Context.findings.whole` compute with full rows on every rank.
     """
     if getattr(model.config, "is_encoder_decoder", False):
-        raise CannotParallelize(
-            "",
-            "an encoder–decoder model has two sequences, which context parallelism does not divide yet",
-        )
+        problem = "an encoder–decoder model has two sequences"
+        raise CannotParallelize("", f"{problem}, which context parallelism does not divide yet")
     if kind == "ulysses":
         check_heads(model.config.get_text_config(decoder=True), mesh.size())
     findings = examine(model)
     group = mesh.get_group()
     ask_registry(model, findings.way)
     hooks = Positions(model)
-    gathering = Gathering(group, kind == "ring", lambda: hooks.divided)
+    gathering = Gathering(group, kind == "ring", lambda: hooks.sharded)
     for name, _, module in modules_of(model, findings.whole):
         gathering.wrap(module, findings.whole[name])
     attends: Attends = Ring(group) if kind == "ring" else Ulysses(group)
-    return Context(
-        mesh.size(),
-        mesh.get_local_rank(),
-        kind,
-        attends,
-        findings,
-        first_position(model, findings.way),
-    )
+    first = first_position(model, findings.way)
+    return Context(mesh.size(), mesh.get_local_rank(), kind, attends, findings, first)

@@ -1,10 +1,10 @@
-"""The mask that travels with a divided batch: no tensor, but what every rank knows of all.
+"""The mask of a sharded batch: an object that knows the layout of the full rows, not a tensor.
 
-[Note: context masks] `ContextRows` goes in as a model's `attention_mask`; transformers' mask functions ask it,
-through the registry of nn/attention/varlen.py, what the blocks get: a `ContextMask`, which holds the rule (causal, a
-window, ...) by which positions see each other, and attends by itself. It is among a block's arguments, so that a
-block computed again in backward finds it there. There is no tensor of (width, width) that would be right in its
-place, since the keys are elsewhere: code that asks for one is refused.
+[Note: context masks] `ContextRows` is passed as a model's `attention_mask`. Through the registry of
+nn/attention/varlen.py, transformers' mask functions ask it for the mask of the blocks: a
+`ContextMask`, which holds the visibility rule (causal, a window, ...) and computes attention.
+It is an argument of each block, so a recomputed block gets it again. No (width, width) tensor would
+be right in its place, since the keys are on other ranks: code that asks for one is refused.
 """
 
 from __future__ import annotations
@@ -25,34 +25,36 @@ from shardwise.parallel.context.split import SequenceLayout
 
 @dataclass(frozen=True)
 class VisibilityRule:
-    """Who sees whom within a document, by their positions in it."""
+    """Which positions of a document attend to which."""
 
     causal: bool = False
-    window: int | None = None  # so many tokens back, itself among them
-    sides: int | None = None  # so many tokens to either side
-    chunk: int | None = None  # only those in the same chunk of this size
+    window: int | None = None  # tokens back, including the token itself
+    sides: int | None = None  # tokens to either side
+    chunk: int | None = None  # size of the chunks that tokens do not see beyond
 
     @property
     def plain(self) -> bool:
-        """Causal or not, and no more."""
+        """Whether nothing but causality restricts attention."""
         return self.window is None and self.sides is None and self.chunk is None
 
     def sees(self, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor | None:
-        """As a mask of positions that are broadcast against each other; None where all see all."""
-        seen: list[torch.Tensor] = []
+        """The mask of two broadcastable tensors of positions; None if everything is visible."""
+        masks: list[torch.Tensor] = []
         if self.causal:
-            seen.append(queries >= keys)
+            masks.append(queries >= keys)
         if self.window is not None:
-            seen.append(queries - keys < self.window)
+            masks.append(queries - keys < self.window)
         if self.sides is not None:
-            seen.append((queries - keys).abs() <= self.sides)
+            masks.append((queries - keys).abs() <= self.sides)
         if self.chunk is not None:
-            seen.append(queries // self.chunk == keys // self.chunk)
-        return torch.stack(torch.broadcast_tensors(*seen)).all(0) if seen else None
+            masks.append(queries // self.chunk == keys // self.chunk)
+        if not masks:
+            return None
+        return torch.stack(torch.broadcast_tensors(*masks)).all(0)
 
 
 class Attends(Protocol):
-    """Attention of this rank's queries to the keys of all; in and out as (rows, heads, width, head)."""
+    """Attention of local queries to all ranks' keys; tensors are (rows, heads, width, head)."""
 
     def __call__(
         self,
@@ -66,7 +68,7 @@ class Attends(Protocol):
 
 
 class ContextRows(OwnRows):
-    """This rank's columns of a mask, (rows, width): ones but for padding."""
+    """This rank's columns of a padding mask, (rows, width): zero at padding."""
 
     def __init__(
         self,
@@ -75,7 +77,10 @@ class ContextRows(OwnRows):
         device: torch.device,
         dtype: torch.dtype = torch.int64,
     ) -> None:
-        self.layout, self.attends, self.device, self.dtype = layout, attends, device, dtype
+        self.layout = layout
+        self.attends = attends
+        self.device = device
+        self.dtype = dtype
         self.shape = torch.Size((layout.rows, layout.width))
 
     @cached_property
@@ -84,14 +89,14 @@ class ContextRows(OwnRows):
 
     @cached_property
     def positions(self) -> torch.Tensor:
-        """Of this rank's tokens in their documents, (rows, width)."""
+        """Positions of this rank's tokens in their documents, (rows, width)."""
         return self.layout.take(self.layout.on(self.device).positions)
 
     def typed(self, dtype: torch.dtype) -> ContextRows:
         return ContextRows(self.layout, self.attends, self.device, dtype)
 
     def cumsum(self, dim: int) -> torch.Tensor:
-        """Counts tokens, for positions or biases: from the start of the document, wherever this part begins."""
+        """Counts tokens from the start of their document, wherever this rank's part begins."""
         return self.positions + 1
 
     @classmethod
@@ -101,8 +106,8 @@ class ContextRows(OwnRows):
         return super().__torch_function__(func, types, args, kwargs)
 
     @cached_property
-    def whole(self) -> Any:
-        """The mask of whole rows: one that knows documents, or where there is but one a row, the tensor."""
+    def full(self) -> Any:
+        """The mask of the full rows: aware of documents, or a tensor where rows hold only one."""
         documents = self.layout.on(self.device)
         if self.layout.packed or self.layout.real.all():
             return RowsMask(documents, self.dtype)
@@ -113,70 +118,64 @@ class ContextRows(OwnRows):
             raise CannotParallelize("", "masks a sequence of another length than it was given")
         from transformers.masking_utils import causal_mask_function
 
-        rule = kwargs.get("mask_function", causal_mask_function)
+        rule = rule_of(kwargs.get("mask_function", causal_mask_function))
         documents = self.layout.on(self.device)
-        size = {
+        kwargs |= {
             "q_length": documents.width,
             "kv_length": documents.width,
             "attention_mask": RowsMask(documents),
         }
-        return ContextMask(
-            self.layout, rule_of(rule), self.attends, self.device, partial(ask, **kwargs | size)
-        )
+        make_full = partial(ask, **kwargs)
+        return ContextMask(self.layout, rule, self.attends, self.device, make_full)
 
 
 def rule_of(function: Any) -> VisibilityRule:
-    """What a mask function of transformers says, by the code that it is made of."""
-    return VisibilityRule(**_said(function))
+    """The rule of a mask function of transformers, recognised by its code object."""
+    return VisibilityRule(**_rule_fields(function))
 
 
-def _said(function: Any) -> dict[str, Any]:
-    from transformers import masking_utils as known
+def _rule_fields(function: Any) -> dict[str, Any]:
+    from transformers import masking_utils as masks
 
-    if function is known.causal_mask_function:
+    if function is masks.causal_mask_function:
         return {"causal": True}
-    if function is known.bidirectional_mask_function:
+    if function is masks.bidirectional_mask_function:
         return {}
     if isinstance(function, FunctionType):
-        start = torch.zeros(1)
+        code = function.__code__
         cells = (cell.cell_contents for cell in function.__closure__ or ())
-        held = dict(zip(function.__code__.co_freevars, cells, strict=True))
-        makers: dict[Any, Callable[[], dict[str, Any]]] = {
-            known.and_masks(): lambda: {
-                k: v for one in held["mask_functions"] for k, v in _said(one).items()
-            },
-            known.or_masks(): lambda: _said(
-                _only([one for one in held["mask_functions"] if not _empty(one)])
-            ),
-            known.sliding_window_overlay(1): lambda: {"window": held["sliding_window"]},
-            known.sliding_window_bidirectional_overlay(1): lambda: {
-                "sides": held["sliding_window"]
-            },
-            known.chunked_overlay(1, start): lambda: {"chunk": held["chunk_size"]},
-        }
-        for theirs, tell in makers.items():
-            if theirs.__code__ is function.__code__:
-                return tell()
+        variables = dict(zip(code.co_freevars, cells, strict=True))
+        if code is masks.and_masks().__code__:
+            fields: dict[str, Any] = {}
+            for part in variables["mask_functions"]:
+                fields |= _rule_fields(part)
+            return fields
+        if code is masks.or_masks().__code__:
+            parts = [part for part in variables["mask_functions"] if not _is_empty(part)]
+            if len(parts) == 1:
+                return _rule_fields(parts[0])
+        if code is masks.sliding_window_overlay(1).__code__:
+            return {"window": variables["sliding_window"]}
+        if code is masks.sliding_window_bidirectional_overlay(1).__code__:
+            return {"sides": variables["sliding_window"]}
+        if code is masks.chunked_overlay(1, torch.zeros(1)).__code__:
+            return {"chunk": variables["chunk_size"]}
     raise CannotParallelize(
         "", "masks attention by a rule of its own, which says nothing of positions on other ranks"
     )
 
 
-def _empty(function: Any) -> bool:
-    """Whether a rule about groups of tokens (those of an image) finds none."""
-    from transformers import masking_utils as known
+def _is_empty(function: Any) -> bool:
+    """Whether a rule about groups of tokens (those of an image) has no groups."""
+    from transformers import masking_utils as masks
 
-    if getattr(function, "__code__", None) is not known.blockwise_overlay(torch.zeros(1)).__code__:
+    if getattr(function, "__code__", None) is not masks.blockwise_overlay(torch.zeros(1)).__code__:
         return False
     return bool((function.__closure__[0].cell_contents < 0).all())
 
 
-def _only(functions: list[Any]) -> Any:
-    return functions[0] if len(functions) == 1 else None
-
-
 class ContextMask(OwnMask):
-    """In a block's place of a mask (rows, 1, width, width); see [Note: context masks]."""
+    """Takes the place of a block's (rows, 1, width, width) mask; see [Note: context masks]."""
 
     dtype = torch.bool
 
@@ -186,15 +185,13 @@ class ContextMask(OwnMask):
         rule: VisibilityRule,
         attends: Attends,
         device: torch.device,
-        ask: Callable[[], Any] | None = None,
+        make_full: Callable[[], Any] | None = None,
     ) -> None:
-        self.layout, self.rule, self.attends, self.device, self._ask = (
-            layout,
-            rule,
-            attends,
-            device,
-            ask,
-        )
+        self.layout = layout
+        self.rule = rule
+        self.attends = attends
+        self.device = device
+        self._make_full = make_full
         self.shape = torch.Size((layout.rows, 1, layout.width, layout.width))
 
     @cached_property
@@ -204,23 +201,23 @@ class ContextMask(OwnMask):
         )
 
     @cached_property
-    def whole(self) -> Any:
-        """The mask of whole rows, as the model would have been given it without us."""
-        assert self._ask is not None
-        return self._ask()
+    def full(self) -> Any:
+        """The mask of the full rows, as the model would get it on one rank."""
+        assert self._make_full is not None
+        return self._make_full()
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
-        """The same as a mask of truths."""
+        """The same mask in torch.bool; any other conversion is refused."""
         if (args, kwargs) not in (((torch.bool,), {}), ((), {"dtype": torch.bool})):
             return self.real
         return ContextMask(
-            self.layout, self.rule, self.attends, self.device, lambda: self.whole.to(torch.bool)
+            self.layout, self.rule, self.attends, self.device, lambda: self.full.to(torch.bool)
         )
 
     def attend(
         self, plain: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **kwargs: Any
     ) -> torch.Tensor:
-        """As transformers' attention functions are called."""
+        """Called like transformers' attention functions."""
         shape = (self.layout.rows, self.layout.width)
         if any((x.shape[0], x.shape[2]) != shape for x in (query, key, value)):
             raise CannotParallelize(
@@ -230,11 +227,8 @@ class ContextMask(OwnMask):
             raise CannotParallelize(
                 "", "adds a bias to scores that is computed from this rank's positions alone"
             )
-        scaling, sinks = kwargs.get("scaling"), kwargs.get("s_aux")
-        scores = Scores(
-            query.shape[-1] ** -0.5 if scaling is None else float(scaling),
-            kwargs.get("softcap"),
-            sinks,
-            kwargs.get("dropout") or 0.0,
-        )
+        scaling = kwargs.get("scaling")
+        scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+        dropout = kwargs.get("dropout") or 0.0
+        scores = Scores(scale, kwargs.get("softcap"), kwargs.get("s_aux"), dropout)
         return self.attends(query, key, value, scores, self, plain).transpose(1, 2).contiguous()

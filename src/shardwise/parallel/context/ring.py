@@ -1,8 +1,9 @@
-"""Ring attention: keys and values go round, each rank attends to what passes, and the results are put together.
+"""Ring attention: keys and values travel around the ranks, and partial results are merged.
 
-While a rank computes with the keys it has, the next ones are on their way. Memory is that of a rank's own part: nothing
-is kept for backward but queries, keys, values, output and log-sum-exp, and the keys go round once more; the gradients
-of keys and values follow one step behind, each rank adding its own, until they are home.
+Communication overlaps computation: the next keys arrive while a rank attends to the current ones.
+Memory is that of a rank's own part: backward saves only queries, keys, values, output and
+log-sum-exp, and sends the keys around again. Gradients of keys and values follow one step behind,
+and each rank adds its own, until they return to their owner.
 """
 
 from __future__ import annotations
@@ -18,11 +19,13 @@ from shardwise.parallel.context.blocks import block_of, grad_of_sinks, merge, su
 from shardwise.parallel.context.mask import ContextMask, VisibilityRule
 from shardwise.parallel.context.split import SequenceLayout
 
-KEYS, GRADIENTS = 0, 1  # tags: both are under way at the same time
+# Tags: both kinds are in flight at the same time.
+KEYS = 0
+GRADIENTS = 1
 
 
 class RingWire:
-    """Passes buffers to the next rank of a group and takes those of the one before."""
+    """Sends buffers to the next rank of a group and receives those of the previous one."""
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self.group = group
@@ -30,12 +33,10 @@ class RingWire:
         self.rank = dist.get_rank(group) if group else 0
 
     def start(self, buffer: torch.Tensor, tag: int) -> Arriving:
-        """Sends a buffer on its way; what arrives has the same shape."""
+        """Starts sending a buffer and receiving one of the same shape."""
         assert self.group is not None
-        after, before = (
-            dist.get_global_rank(self.group, (self.rank + step) % self.ranks)
-            for step in (1, self.ranks - 1)
-        )
+        after = dist.get_global_rank(self.group, (self.rank + 1) % self.ranks)
+        before = dist.get_global_rank(self.group, (self.rank - 1) % self.ranks)
         leaving = buffer.cpu() if goes_by_host(self.group) else buffer
         arriving = torch.empty_like(leaving)
         works = dist.batch_isend_irecv(
@@ -48,25 +49,28 @@ class RingWire:
 
 
 class Arriving:
-    """A buffer on its way here, and the one that is leaving: neither may be touched before it has been waited for."""
+    """A transfer in flight: neither of its buffers may be used before `wait`."""
 
     def __init__(
         self, leaving: torch.Tensor, arriving: torch.Tensor, works: list[Any], device: torch.device
     ) -> None:
-        self._leaving, self._arriving, self._works, self._device = leaving, arriving, works, device
+        self._leaving = leaving  # must outlive the transfer
+        self._arriving = arriving
+        self._works = works
+        self._device = device
 
     def wait(self) -> torch.Tensor:
-        """What has arrived."""
+        """The received buffer, on the device."""
         for work in self._works:
             work.wait()
         return self._arriving.to(self._device)
 
 
-def _together(k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+def _packed(k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     return torch.cat([k.reshape(-1), v.reshape(-1)])
 
 
-def _apart(
+def _unpacked(
     buffer: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Views of a buffer in the shapes of keys and values."""
@@ -77,27 +81,39 @@ def _apart(
 class _Ring(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None,
-        scores: Scores, layout: SequenceLayout, rule: VisibilityRule, wire: RingWire,
-    ) -> torch.Tensor:  # fmt: skip
-        # The seed is drawn where torch's own dropout draws: a block computed again draws the same.
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        sinks: torch.Tensor | None,
+        scores: Scores,
+        layout: SequenceLayout,
+        rule: VisibilityRule,
+        wire: RingWire,
+    ) -> torch.Tensor:
+        # Drawn from the generator of torch's own dropout: a recomputed block draws the same.
         seed = int(torch.randint(2**62, ())) if scores.dropout else 0
-        shape, dtype = q.shape[:3], wide(q.dtype)
+        shape = q.shape[:3]
+        dtype = wide(q.dtype)
         out = torch.zeros(*shape, v.shape[-1], dtype=dtype, device=q.device)
         lse = torch.full(shape, float("-inf"), dtype=dtype, device=q.device)
         ctx.blocks = []
-        passing, arriving = (k, v), None
+        current = (k, v)
+        arriving: Arriving | None = None
         for step in range(wire.ranks):
             if arriving is not None:
-                passing = _apart(arriving.wait(), k, v)
+                current = _unpacked(arriving.wait(), k, v)
             if step < wire.ranks - 1:
-                arriving = wire.start(_together(*passing), KEYS)
+                arriving = wire.start(_packed(*current), KEYS)
             block = block_of(layout, rule, scores, (wire.rank - step) % wire.ranks, seed)
             ctx.blocks.append(block)
             if block is not None:
-                mine, theirs = block.piece.queries, block.piece.keys
-                found = block.forward(q[:, :, mine], *(x[:, :, theirs] for x in passing))
-                out[:, :, mine], lse[:, :, mine] = merge(out[:, :, mine], lse[:, :, mine], *found)
+                queries = block.piece.queries
+                visible = (x[:, :, block.piece.keys] for x in current)
+                partial = block.forward(q[:, :, queries], *visible)
+                out[:, :, queries], lse[:, :, queries] = merge(
+                    out[:, :, queries], lse[:, :, queries], *partial
+                )
         if sinks is not None:
             out, lse = sunk(out, lse, sinks)
         ctx.wire = wire
@@ -110,25 +126,25 @@ class _Ring(torch.autograd.Function):
         wire = ctx.wire
         dtype = wide(q.dtype)
         dq = torch.zeros_like(q, dtype=dtype)
-        passing, arriving = (k, v), None
-        own: torch.Tensor | None = None  # of this rank's keys by its own queries
-        following: Arriving | None = (
-            None  # of the keys that are passing, by the ranks they passed before
-        )
+        current = (k, v)
+        arriving: Arriving | None = None
+        own: torch.Tensor | None = None  # gradient of this rank's keys from its own queries
+        # Gradient of the current keys from the queries of the ranks that they passed.
+        following: Arriving | None = None
         for step in range(wire.ranks):
             if arriving is not None:
-                passing = _apart(arriving.wait(), k, v)
+                current = _unpacked(arriving.wait(), k, v)
             if step < wire.ranks - 1:
-                arriving = wire.start(_together(*passing), KEYS)
+                arriving = wire.start(_packed(*current), KEYS)
             total = torch.zeros(k.numel() + v.numel(), dtype=dtype, device=k.device)
             if (block := ctx.blocks[step]) is not None:
-                mine, theirs = block.piece.queries, block.piece.keys
-                keys, values = (x[:, :, theirs] for x in passing)
-                given = (x[:, :, mine] for x in (out, lse, grad))
-                more_q, *more = block.backward(q[:, :, mine], keys, values, *given)
-                dq[:, :, mine] += more_q
-                for whole, part in zip(_apart(total, k, v), more, strict=True):
-                    whole[:, :, theirs] = part
+                queries = block.piece.queries
+                keys, values = (x[:, :, block.piece.keys] for x in current)
+                results = (x[:, :, queries] for x in (out, lse, grad))
+                block_dq, *block_dkv = block.backward(q[:, :, queries], keys, values, *results)
+                dq[:, :, queries] += block_dq
+                for full, part in zip(_unpacked(total, k, v), block_dkv, strict=True):
+                    full[:, :, block.piece.keys] = part
             if step == 0:
                 own = total
                 continue
@@ -138,18 +154,18 @@ class _Ring(torch.autograd.Function):
         assert own is not None
         if following is not None:
             own += following.wait()
-        dk, dv = _apart(own, k, v)
+        dk, dv = _unpacked(own, k, v)
         ds = grad_of_sinks(sinks[0], out.to(dtype), lse, grad) if sinks else None
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), ds, None, None, None, None
 
 
 class Ring:
-    """Attention of a divided sequence by a ring of ranks."""
+    """Attention of a sharded sequence over a ring of ranks."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._wire = RingWire(group)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # nothing can be fused across the wire
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # nothing fuses across sends
     def __call__(
         self,
         query: torch.Tensor,
@@ -159,10 +175,10 @@ class Ring:
         mask: ContextMask,
         plain: Any,
     ) -> torch.Tensor:
-        """In the place of `Attends`."""
-        given = (scores.sinks, scores, mask.layout, mask.rule, self._wire)
-        found: torch.Tensor = _Ring.apply(query, key, value, *given)
-        return found
+        """Implements `Attends`."""
+        settings = (scores.sinks, scores, mask.layout, mask.rule, self._wire)
+        output: torch.Tensor = _Ring.apply(query, key, value, *settings)
+        return output
 
 
 def attend_whole(
@@ -173,8 +189,7 @@ def attend_whole(
     layout: SequenceLayout,
     rule: VisibilityRule,
 ) -> torch.Tensor:
-    """The same where one rank has all of the sequence."""
-    found: torch.Tensor = _Ring.apply(
-        query, key, value, scores.sinks, scores, layout, rule, RingWire(None)
-    )
-    return found
+    """The same computation where one rank has the full sequence."""
+    settings = (scores.sinks, scores, layout, rule, RingWire(None))
+    output: torch.Tensor = _Ring.apply(query, key, value, *settings)
+    return output

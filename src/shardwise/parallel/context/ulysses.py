@@ -1,6 +1,6 @@
-"""Ulysses attention: a part of the sequence with all heads becomes all of the sequence with a part of the heads.
+"""Ulysses attention: all-to-alls turn a part of the sequence into the full sequence of some heads.
 
-Four all-to-alls around ordinary attention: whatever kernel serves whole rows serves here.
+Four all-to-alls surround ordinary attention, so any kernel for full rows works.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from shardwise.parallel.context.mask import ContextMask
 from shardwise.parallel.context.ring import attend_whole
 from shardwise.parallel.context.split import SequenceLayout
 
-HEADS, SEQUENCE = 1, 2
+HEADS = 1  # dims of (rows, heads, width, head)
+SEQUENCE = 2
 
 
 class _Exchange(torch.autograd.Function):
-    """Cuts one dimension over the ranks and puts the other together, in the order of ranks."""
+    """Splits one dimension over the ranks and concatenates the other in rank order."""
 
     @staticmethod
     def forward(
@@ -42,10 +43,11 @@ class _Exchange(torch.autograd.Function):
 
 
 class Ulysses:
-    """Attention of a divided sequence by whole heads."""
+    """Attention of a sharded sequence in which each rank computes some heads."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group, self._ranks = group, dist.get_world_size(group)
+        self._group = group
+        self._ranks = dist.get_world_size(group)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(
@@ -57,17 +59,15 @@ class Ulysses:
         mask: ContextMask,
         plain: Any,
     ) -> torch.Tensor:
-        """In the place of `Attends`."""
+        """Implements `Attends`."""
         key, value = (repeat_heads(x, query.shape[1], self._ranks) for x in (key, value))
         q, k, v = (_Exchange.apply(x, HEADS, SEQUENCE, self._group) for x in (query, key, value))
         if scores.sinks is not None:
-            scores = replace(
-                scores, sinks=scores.sinks.chunk(self._ranks)[dist.get_rank(self._group)]
-            )
-        found: torch.Tensor = _Exchange.apply(
-            self._attend(q, k, v, scores, mask, plain), SEQUENCE, HEADS, self._group
-        )
-        return found
+            local_sinks = scores.sinks.chunk(self._ranks)[dist.get_rank(self._group)]
+            scores = replace(scores, sinks=local_sinks)
+        by_heads = self._attend(q, k, v, scores, mask, plain)
+        output: torch.Tensor = _Exchange.apply(by_heads, SEQUENCE, HEADS, self._group)
+        return output
 
     def _attend(
         self,
@@ -78,32 +78,33 @@ class Ulysses:
         mask: ContextMask,
         plain: Any,
     ) -> torch.Tensor:
-        """Of whole rows: by the kernels of nn/attention/varlen.py where they know the rule."""
-        layout, rule = mask.layout, mask.rule
-        usual = (
+        """Attention of full rows, by nn/attention/varlen.py if it supports the rule."""
+        layout = mask.layout
+        rule = mask.rule
+        supported = (
             scores.softcap is None
             and scores.sinks is None
             and rule.chunk is None
             and rule.sides is None
         )
-        whole = SequenceLayout(layout.on(q.device), layout.real, 1, 0, zigzag=False)
-        if not usual or not (rule.causal or (rule.plain and layout.documents.alone)):
-            return attend_whole(q, k, v, scores, whole, rule)
-        # transformers' functions repeat keys by what the module says, which knows all heads.
+        full = SequenceLayout(layout.on(q.device), layout.real, 1, 0, zigzag=False)
+        if not supported or not (rule.causal or (rule.plain and layout.documents.alone)):
+            return attend_whole(q, k, v, scores, full, rule)
+        # Transformers' functions repeat keys by the module's ratio, which counts all heads.
         module: Any = SimpleNamespace(
             num_key_value_groups=q.shape[1] // k.shape[1], is_causal=rule.causal
         )
-        given = {"dropout": scores.dropout, "scaling": scores.scale}
+        options = {"dropout": scores.dropout, "scaling": scores.scale}
         if rule.causal:
-            documents = DocumentMask(whole.documents, rule.window, largest_head(q.device))
-            out, _ = attend_documents(plain, module, q, k, v, documents, **given)
+            documents = DocumentMask(full.documents, rule.window, largest_head(q.device))
+            out, _ = attend_documents(plain, module, q, k, v, documents, **options)
         else:
-            out, _ = plain(module, q, k, v, attention_mask=None, is_causal=False, **given)
+            out, _ = plain(module, q, k, v, attention_mask=None, is_causal=False, **options)
         return out.transpose(1, 2)
 
 
 def check_heads(config: Any, ranks: int) -> None:
-    """Refuses what would be refused in the first forward, by the numbers of heads that a config tells."""
+    """Refuses a config whose numbers of heads the first forward would refuse."""
     queries = getattr(config, "num_attention_heads", None)
     keys = getattr(config, "num_key_value_heads", None) or queries
     if isinstance(queries, int) and isinstance(keys, int) and not _divides(queries, keys, ranks):
@@ -111,16 +112,19 @@ def check_heads(config: Any, ranks: int) -> None:
 
 
 def repeat_heads(x: torch.Tensor, queries: int, ranks: int) -> torch.Tensor:
-    """Keys or values with as many heads as the ranks can share: repeated where there are fewer than ranks."""
+    """Keys or values, with heads repeated where there are fewer than ranks."""
     heads = x.shape[1]
     if not _divides(queries, heads, ranks):
         raise CannotParallelize("", _cannot(queries, heads, ranks))
-    return x.repeat_interleave(lcm(heads, ranks) // heads, 1) if heads % ranks else x
+    if heads % ranks == 0:
+        return x
+    return x.repeat_interleave(lcm(heads, ranks) // heads, 1)
 
 
 def _cannot(queries: int, heads: int, ranks: int) -> str:
     legal = ", ".join(str(n) for n in range(1, queries + 1) if _divides(queries, heads, n))
-    return f"{queries} heads over {heads} of keys cannot be shared by {ranks} ranks, but by {legal} (a ring by any)"
+    shape = f"{queries} heads over {heads} of keys"
+    return f"{shape} cannot be shared by {ranks} ranks, but by {legal} (a ring by any)"
 
 
 def _divides(queries: int, heads: int, ranks: int) -> bool:

@@ -1,7 +1,7 @@
-"""Rows travel to the ranks that hold their experts, and back: two all-to-alls each way, one look of the host at counts.
+"""Sends rows to the ranks of their experts and back: an all-to-all each way and one host sync.
 
-Whoever has rows with an expert's number each makes an `TokenExchange`, sends them `out`, computes what came in with the
-experts that live here, and brings the results `back` into the places that the rows came from.
+Create a `TokenExchange` from each row's expert, send rows `out`, apply the local experts to what
+arrives, and bring the results `back` into the original order.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from shardwise.core.effective_device import table_of
 
 
 class _AllToAll(torch.autograd.Function):
-    """Rows of uneven numbers between all ranks; gradients go the same ways in the other direction."""
+    """All-to-all of uneven numbers of rows; gradients travel in the reverse direction."""
 
     @staticmethod
     def forward(  # type: ignore[override]
@@ -32,60 +32,60 @@ class _AllToAll(torch.autograd.Function):
 
 
 class _Take(torch.autograd.Function):
-    """Row `order[i] // copies` for each i; backward gathers and adds a row's copies in a fixed order (no atomics)."""
+    """Row `order[i] // copies` for each i; backward sums copies in a fixed order (no atomics)."""
 
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, order: torch.Tensor, copies: int) -> torch.Tensor:  # type: ignore[override]
         ctx.save_for_backward(order)
-        ctx.shape, ctx.copies = rows.shape, copies
+        ctx.shape = rows.shape
+        ctx.copies = copies
         return rows[order // copies]
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
         (order,) = ctx.saved_tensors
         count, width = ctx.shape
-        spread = gradient.new_zeros(count * ctx.copies, width)
-        spread[order] = gradient
-        return spread.view(count, ctx.copies, width).sum(1), None, None
+        by_copy = gradient.new_zeros(count * ctx.copies, width)
+        by_copy[order] = gradient
+        return by_copy.view(count, ctx.copies, width).sum(1), None, None
 
 
 class TokenExchange:
-    """Where each row of a batch goes, by the number of its expert; the experts lie in equal shares on the ranks.
+    """Where each row of a batch goes, by the number of its expert; every rank has as many experts.
 
-    A number beyond the last expert means that no expert is asked: its row stays, and zeros come back in its place.
-    Afterwards `local` has the numbers, among the experts that live here, of the rows that come in, and `counts` how
-    many each of them gets.
+    A row whose number is beyond the last expert is not sent: zeros come back in its place.
+    `local` holds the local expert of each row that arrives, `counts` how many rows each one gets.
     """
 
     def __init__(self, experts: torch.Tensor, total: int, group: dist.ProcessGroup) -> None:
-        ranks, device = dist.get_world_size(group), experts.device
-        self.group, self.pairs, self.here = group, experts.numel(), total // ranks
+        ranks = dist.get_world_size(group)
+        device = experts.device
+        local_experts = total // ranks
+        self.group = group
+        self.pairs = experts.numel()
         ordered, order = torch.sort(experts, stable=True)
-        counts = (
-            torch.searchsorted(ordered, torch.arange(total + 1, device=device))
-            .diff()
-            .view(ranks, self.here)
-        )
-        coming = torch.empty_like(counts)
-        dist.all_to_all_single(coming, counts, group=group)
+        bounds = torch.searchsorted(ordered, torch.arange(total + 1, device=device))
+        counts = bounds.diff().view(ranks, local_experts)
+        incoming = torch.empty_like(counts)
+        dist.all_to_all_single(incoming, counts, group=group)
         if dist.get_backend(group) == "fake":
-            coming.copy_(counts)  # nobody tells in a rehearsal: others send what we send
-        # The one look of the host: how much is sent and received.
-        leaving, arriving = table_of(torch.stack((counts, coming)), self.pairs)
+            incoming.copy_(counts)  # a rehearsal assumes that others send what this rank sends
+        # The one host sync: how many rows are sent and received.
+        leaving, arriving = table_of(torch.stack((counts, incoming)), self.pairs)
         self.sent = [sum(row) for row in leaving]
         self.received = [sum(row) for row in arriving]
         self.counts = [sum(column) for column in zip(*arriving, strict=True)]
         self.order = order[: sum(self.sent)]
-        numbers = torch.arange(self.here, device=device).repeat(ranks)
-        self.local = numbers.repeat_interleave(coming.view(-1), output_size=sum(self.received))
+        numbers = torch.arange(local_experts, device=device).repeat(ranks)
+        self.local = numbers.repeat_interleave(incoming.view(-1), output_size=sum(self.received))
 
     def out(self, rows: torch.Tensor, copies: int = 1) -> torch.Tensor:
-        """The rows that this rank's experts are asked for; with `copies`, each is asked for that many times in turn."""
+        """The rows for this rank's experts; each row has `copies` experts, in turn."""
         taken: torch.Tensor = _Take.apply(rows, self.order, copies)
         arrived: torch.Tensor = _AllToAll.apply(taken, self.sent, self.received, self.group)
         return arrived
 
     def back(self, results: torch.Tensor) -> torch.Tensor:
-        """One row for each that was asked for, in the order of asking."""
+        """The results for the rows that were sent, in their original order."""
         returned: torch.Tensor = _AllToAll.apply(results, self.received, self.sent, self.group)
         return returned.new_zeros(self.pairs, returned.shape[1]).index_copy(0, self.order, returned)

@@ -1,1 +1,1 @@
-"""Routers of mixture-of-experts models: their losses, their loads, and the biases that balance them."""
+"""Routers of mixture-of-experts models: losses, loads, and the biases that balance them."""

@@ -1,8 +1,8 @@
-"""Balancing without a loss: a bias decides which experts are chosen, and moves towards those with too few tokens.
+"""Auxiliary-loss-free balancing: a bias on expert selection moves towards experts with few tokens.
 
-After each step b += rate · sign(mean load − load), from the tokens of all ranks and micro-batches of the step
-(DeepSeek-V3, arXiv 2412.19437). No gradient has a part in it, so a bias is a buffer: each rank has all of it, in fp32,
-and checkpoints and exports hold it.
+After each step b += rate · sign(mean load − load), from the tokens of all ranks and micro-batches
+of the step (DeepSeek-V3, arXiv 2412.19437). No gradient is involved, so a bias is a buffer: each
+rank has all of it, in fp32, and checkpoints and exports contain it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from shardwise.parallel.tensor.roles import pattern_of
 
 @dataclass(frozen=True)
 class Bias:
-    """One layer's: where it is, and the row of its experts among the counts."""
+    """The bias of one layer: where it is, and the layer's row of the counts."""
 
     owner: nn.Module
     name: str
@@ -31,16 +31,17 @@ class Bias:
 
     @property
     def tensor(self) -> torch.Tensor:
-        """As it is now; sharding and moving to a device make new ones."""
-        found = self.owner._buffers[self.name]
-        assert found is not None
-        return found
+        """The current buffer; sharding and moving to a device replace it."""
+        buffer = self.owner._buffers[self.name]
+        assert buffer is not None
+        return buffer
 
 
 class BiasUpdate:
-    """Moves the biases of a model after each step; `mesh`: ranks with other tokens of the same layers.
+    """Updates the biases of a model after each step.
 
-    `patterns`: as of `find_biases`.
+    `patterns` are those of `find_biases`. The counts are summed over `mesh`, the ranks that have
+    other tokens of the same layers.
     """
 
     def __init__(
@@ -52,12 +53,14 @@ class BiasUpdate:
         rate: float,
     ) -> None:
         self.patterns = tuple(patterns.values())
-        self.biases = find_biases(model, patterns, loads)  # of the layers that this rank has
-        self._loads, self._mesh, self._rate = loads, mesh, rate
+        self.biases = find_biases(model, patterns, loads)  # of this rank's layers
+        self._loads = loads
+        self._mesh = mesh
+        self._rate = rate
 
     @torch.no_grad()
     def __call__(self, taken: torch.Tensor | bool = True) -> None:
-        """After a step; `taken`: whether it changed the parameters, on the host or (0 or 1) on the device."""
+        """Updates after a step; `taken`: whether it changed the parameters (a tensor: 0 or 1)."""
         counts = self._loads.end_step()
         for axis in range(self._mesh.ndim):
             if self._mesh.size(axis) > 1:
@@ -67,37 +70,38 @@ class BiasUpdate:
         for bias in self.biases.values():
             tensor = bias.tensor
             load = counts[bias.row, : tensor.numel()].to(tensor.dtype)
-            moved = self._rate * (load.mean() - load).sign()
-            tensor += (moved if taken is True else moved * taken).view_as(tensor)
+            change = self._rate * (load.mean() - load).sign()
+            if taken is not True:
+                change = change * taken
+            tensor += change.view_as(tensor)
 
 
 def find_biases(
     model: nn.Module, patterns: Mapping[str, str], loads: ExpertLoads
 ) -> dict[str, Bias]:
-    """The biases of a model by name, of the layers that this rank has; a frozen parameter becomes a buffer in fp32.
+    """The biases of this rank's layers, by name; frozen parameters become fp32 buffers.
 
-    `patterns`: of biases, by those of the experts that they are for.
+    `patterns` maps name patterns of stacks of experts to those of their biases.
     """
-    rows = {
-        pattern_of(layer) + "".join(_numbers(layer)): row for row, layer in enumerate(loads.layers)
-    }
-    experts = {bias: stack for stack, bias in patterns.items()}
-    found: dict[str, Bias] = {}
+    rows = {}
+    for row, layer in enumerate(loads.layers):
+        rows[pattern_of(layer) + _numbers(layer)] = row
+    stacks = {bias: stack for stack, bias in patterns.items()}
+    biases: dict[str, Bias] = {}
     tensors: dict[str, Any] = dict(model.named_parameters()) | dict(model.named_buffers())
     for name, tensor in tensors.items():
-        stack = experts.get(pattern_of(name))
-        row = None if stack is None else rows.get(stack + "".join(_numbers(name)))
-        if row is None:
+        stack = stacks.get(pattern_of(name))
+        if stack is None or stack + _numbers(name) not in rows:
             continue
         parent, _, leaf = name.rpartition(".")
         owner = model.get_submodule(parent)
         if leaf in owner._parameters:
             del owner._parameters[leaf]
             owner.register_buffer(leaf, torch.zeros(tensor.shape))  # values come with the weights
-        found[name] = Bias(owner, leaf, row)
-    return found
+        biases[name] = Bias(owner, leaf, rows[stack + _numbers(name)])
+    return biases
 
 
-def _numbers(name: str) -> list[str]:
-    """Of the layers that a name goes through."""
-    return re.findall(r"\.(\d+)(?=\.|$)", name)
+def _numbers(name: str) -> str:
+    """The layer numbers in a module's name, concatenated."""
+    return "".join(re.findall(r"\.(\d+)(?=\.|$)", name))

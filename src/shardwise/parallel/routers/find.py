@@ -1,8 +1,9 @@
-"""Where a class of models has its routers, and what its own loss makes of them: found by running a tiny one.
+"""Finds the routers of a class of models and its auxiliary loss, by running a tiny model.
 
-A tiny model of the class with as many experts as the real one is asked for its own loss by transformers' own code, a
-document at a time. Where our sums (losses.py) over several documents at once come to the same loss and gradients, they
-are used; where they do not, or its own code fails, the reason is kept for whoever asks for that loss.
+A tiny model of the class, with as many experts as the real one, computes its own loss by
+transformers' code, one document at a time. If our sums (losses.py) over several documents at once
+give the same loss and gradients, they are used. If not, or if transformers' code fails, the reason
+is stored, and reported when that loss is requested.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -30,15 +31,16 @@ from shardwise.parallel.routers.hooks import RouterLosses
 from shardwise.parallel.routers.losses import Terms, losses_of, sums_of
 from shardwise.parallel.tensor.roles import pattern_of
 
-ROWS, WIDTH = 3, 12
-NEAR = 1e-4  # of the loss: sums are in fp32, as transformers' own are
+ROWS = 3
+WIDTH = 12
+TOLERANCE = 1e-4  # relative to the loss: sums are in fp32, like transformers'
 LARGE = 1e4  # a bias that leaves no choice
-WORDS = ("router", "expert", "moe")
+CLASS_NAMES = ("router", "expert", "moe")
 
 
 @dataclass(frozen=True)
 class Site:
-    """Modules whose output (or one of them, by its index) are router logits; the model's loss counts them `times`."""
+    """Modules whose output (item `index`, if not None) is router logits, counted `times` times."""
 
     kind: str
     pattern: str
@@ -46,7 +48,7 @@ class Site:
     times: int = 1
 
     def holds(self, name: str, module: nn.Module) -> bool:
-        """Whether a module is one of them, also where another class has been put in front of its own."""
+        """Whether a module is one of them; its class may have become a subclass of `kind`."""
         return pattern_of(name) == self.pattern and any(
             c.__name__ == self.kind for c in type(module).__mro__
         )
@@ -54,71 +56,72 @@ class Site:
 
 @dataclass(frozen=True)
 class Routers:
-    """Of a class of models.
+    """The routers of a class of models.
 
-    `coefficient`: of its own auxiliary loss (None: its code has none); `asked`: whether its config switches it on;
-    `trouble`: why that loss cannot be had. `biases`: of balancing without a loss, by the experts that each one is for,
-    both as patterns of names.
+    `coefficient`: of its auxiliary loss (None: its code has none); `enabled`: whether its config
+    enables that loss; `trouble`: why the loss cannot be computed. `biases`: of auxiliary-loss-free
+    balancing, by the experts that each one is for, both as name patterns.
     """
 
     sites: tuple[Site, ...]
     top_k: int
     coefficient: float | None
-    asked: bool
+    enabled: bool
     trouble: str
     biases: Mapping[str, str]
 
     def modules(self, model: nn.Module) -> dict[nn.Module, Site]:
         """The routers of a model of this class."""
-        named = ((name, module) for name, module in model.named_modules())
-        return {m: site for name, m in named for site in self.sites if site.holds(name, m)}
+        sites: dict[nn.Module, Site] = {}
+        for name, module in model.named_modules():
+            for site in self.sites:
+                if site.holds(name, module):
+                    sites[module] = site
+        return sites
 
 
-_FOUND: dict[tuple[type, str, str], Routers | None] = {}
+_CACHE: dict[tuple[type, str, str], Routers | None] = {}
 
 
 def routers_of(source: ModelSource, model: nn.Module) -> Routers | None:
-    """What is true of a model's class and config; None for a dense one, which costs nothing to tell."""
+    """The routers of a model, cached by class and config; None for a dense model, at no cost."""
     kinds = {type(module).__name__.lower() for module in model.modules()}
-    if not any(word in kind for kind in kinds for word in WORDS):
+    if not any(word in kind for kind in kinds for word in CLASS_NAMES):
         return None
-    key = (
-        type(source.config),
-        json.dumps(source.config.to_dict(), default=str, sort_keys=True),
-        source.task,
-    )
-    if key not in _FOUND:
-        _FOUND.clear()  # one model at a time is looked at
-        _FOUND[key] = find_routers(source.config, source.task)
-    return _FOUND[key]
+    settings = json.dumps(source.config.to_dict(), default=str, sort_keys=True)
+    key = (type(source.config), settings, source.task)
+    if key not in _CACHE:
+        _CACHE.clear()  # only the latest model's are cached
+        _CACHE[key] = find_routers(source.config, source.task)
+    return _CACHE[key]
 
 
 def find_routers(config: Any, task: Task) -> Routers | None:
-    """Runs a tiny model of a config's class; None where nothing in it routes tokens to experts."""
+    """The routers of a config's class, from a tiny model; None if it routes no tokens."""
     case = case_of(shrink(config, keep=ROUTING), task)
     model = case.model()
     for stack in find_experts(model).values():
-        stack.requires_grad_(False)  # many, and no part of what is compared
-    asked = bool(getattr(config, FLAG, False) or getattr(config.get_text_config(), FLAG, False))
+        stack.requires_grad_(False)  # many parameters, which are not compared
+    enabled = bool(getattr(config, FLAG, False) or getattr(config.get_text_config(), FLAG, False))
     if config.is_encoder_decoder:
         trouble = "those of encoder–decoder models are not supported"
-        return Routers((), 0, None, asked, trouble, {}) if hasattr(config, FLAG) else None
+        return Routers((), 0, None, enabled, trouble, {}) if hasattr(config, FLAG) else None
     own = _own_loss(model, case)
     sites = own.sites or _beside_experts(model, case)
-    calls = _choices(model, case)
-    if not sites and not calls and not own.trouble and own.coefficient is None:
+    chosen = _chosen_experts(model, case)
+    if not sites and not chosen and not own.trouble and own.coefficient is None:
         return None
-    trouble, top_k = own.trouble, own.top_k or max(calls.values(), default=0)
+    top_k = own.top_k or max((experts.shape[-1] for experts in chosen.values()), default=0)
+    trouble = own.trouble
     if own.sites and not trouble and own.coefficient is not None:
-        trouble = _differs(
-            model, case, Routers(tuple(own.sites), own.top_k, own.coefficient, True, "", {})
-        )
-    return Routers(tuple(sites), top_k, own.coefficient, asked, trouble, _biases(model, case))
+        routers = Routers(tuple(own.sites), own.top_k, own.coefficient, True, "", {})
+        trouble = _difference(model, case, routers)
+    return Routers(tuple(sites), top_k, own.coefficient, enabled, trouble, _biases(model, case))
 
 
 @dataclass
-class _Own:
-    """What a model's own forward tells of its auxiliary loss."""
+class _OwnLoss:
+    """The auxiliary loss of a model's own forward."""
 
     sites: list[Site]
     top_k: int = 0
@@ -126,25 +129,31 @@ class _Own:
     trouble: str = ""
 
 
+class _Call(NamedTuple):
+    """A module's call: the tensors of its output, by index (None if it is not a tuple)."""
+
+    name: str
+    module: nn.Module
+    tensors: list[tuple[int | None, torch.Tensor]]
+
+
 @contextmanager
-def _outputs(
-    model: nn.Module,
-) -> Iterator[list[tuple[str, nn.Module, list[tuple[int | None, torch.Tensor]]]]]:
-    """Every module's tensors as they come out, in the order of the calls: inner modules first."""
-    found: list[tuple[str, nn.Module, list[tuple[int | None, torch.Tensor]]]] = []
+def _recorded_calls(model: nn.Module) -> Iterator[list[_Call]]:
+    """The calls of all modules while the context is open, inner modules first."""
+    calls: list[_Call] = []
     handles = []
     for name, module in model.named_modules():
 
-        def see(module: nn.Module, args: Any, output: Any, name: str = name) -> None:
-            several = isinstance(output, (tuple, list))
-            each: list[tuple[int | None, Any]] = (
-                list(enumerate(output)) if several else [(None, output)]
-            )
-            found.append((name, module, [(i, x) for i, x in each if isinstance(x, torch.Tensor)]))
+        def record(module: nn.Module, args: Any, output: Any, name: str = name) -> None:
+            outputs: list[tuple[int | None, Any]] = [(None, output)]
+            if isinstance(output, (tuple, list)):
+                outputs = list(enumerate(output))
+            tensors = [(i, x) for i, x in outputs if isinstance(x, torch.Tensor)]
+            calls.append(_Call(name, module, tensors))
 
-        handles.append(module.register_forward_hook(see))
+        handles.append(module.register_forward_hook(record))
     try:
-        yield found
+        yield calls
     finally:
         for handle in handles:
             handle.remove()
@@ -154,31 +163,27 @@ def _row(case: TinyCase, row: int) -> dict[str, torch.Tensor]:
     return {name: value[row : row + 1] for name, value in case.inputs(ROWS, WIDTH).items()}
 
 
-def _own_loss(model: Any, case: TinyCase) -> _Own:
-    given = _row(case, 0)
-    labels = given["decoder_input_ids" if "decoder_input_ids" in given else "input_ids"].clone()
-    given = {
-        "input_ids": given["input_ids"],
-        "labels": labels if case.task != "classify" else labels[:, 0] * 0,
-    }
-    with _outputs(model) as seen:
+def _own_loss(model: Any, case: TinyCase) -> _OwnLoss:
+    row = _row(case, 0)
+    labels = row.get("decoder_input_ids", row["input_ids"]).clone()
+    if case.task == "classify":
+        labels = labels[:, 0] * 0
+    with _recorded_calls(model) as calls:
         try:
-            out = model(**given, **{FLAG: True})
-        except TypeError as error:
-            if FLAG in str(error):
-                return _Own([])
-            return _Own([], trouble=_said(error))
+            out = model(input_ids=row["input_ids"], labels=labels, **{FLAG: True})
         except Exception as error:
-            return _Own([], trouble=_said(error))
-    named = {key: value for key, value in out.items() if "aux_loss" in key or "z_loss" in key}
-    logits = [one for one in tree_leaves(out.get("router_logits")) if isinstance(one, torch.Tensor)]
-    own = _Own(_where(logits, seen))
-    aux = named.pop("aux_loss", None)
-    if any(isinstance(value, torch.Tensor) for value in named.values()):
-        own.trouble = f"its own code has losses of another form ({', '.join(named)})"
+            if isinstance(error, TypeError) and FLAG in str(error):
+                return _OwnLoss([])
+            return _OwnLoss([], trouble=_failure(error))
+    losses = {key: value for key, value in out.items() if "aux_loss" in key or "z_loss" in key}
+    logits = [x for x in tree_leaves(out.get("router_logits")) if isinstance(x, torch.Tensor)]
+    own = _OwnLoss(_sites_of(logits, calls))
+    aux = losses.pop("aux_loss", None)
+    if any(isinstance(value, torch.Tensor) for value in losses.values()):
+        own.trouble = f"its own code has losses of another form ({', '.join(losses)})"
     if isinstance(aux, torch.Tensor) and aux.requires_grad:
         (slope,) = torch.autograd.grad(out.loss, aux, allow_unused=True)
-        # In fp32, to be read as the number that the config has.
+        # Rounded from fp32 to the number in the config.
         own.coefficient = 0.0 if slope is None else float(f"{float(slope):.6g}")
         own.top_k = _top_k(own.sites, logits, aux)
         if not own.top_k:
@@ -186,87 +191,91 @@ def _own_loss(model: Any, case: TinyCase) -> _Own:
     return own
 
 
-def _said(error: Exception) -> str:
-    text = (str(error).strip().splitlines() or [""])[0]
+def _failure(error: Exception) -> str:
+    text = str(error).strip().partition("\n")[0]
     return f"transformers' own code fails to compute it ({type(error).__name__}: {text})"
 
 
-def _where(logits: list[torch.Tensor], seen: list[Any]) -> list[Site]:
-    """The modules that the recorded logits came out of, the innermost of each."""
+def _sites_of(logits: list[torch.Tensor], calls: list[_Call]) -> list[Site]:
+    """The innermost modules that returned these logits; empty if there is none for some."""
     sites: dict[tuple[str, str], Site] = {}
     counts: dict[str, int] = {}
-    for one in logits:
-        name, module, index = next(
-            ((n, m, i) for n, m, outputs in seen for i, x in outputs if x is one), ("", None, None)
-        )
-        if module is None:
+    for table in logits:
+        source = _source_of(table, calls)
+        if source is None:
             return []
-        counts[name] = counts.get(name, 0) + 1
-        kind = type(module).__name__
-        sites[kind, pattern_of(name)] = Site(kind, pattern_of(name), index, counts[name])
+        call, index = source
+        counts[call.name] = counts.get(call.name, 0) + 1
+        kind = type(call.module).__name__
+        pattern = pattern_of(call.name)
+        sites[kind, pattern] = Site(kind, pattern, index, counts[call.name])
     return list(sites.values())
 
 
+def _source_of(tensor: torch.Tensor, calls: list[_Call]) -> tuple[_Call, int | None] | None:
+    """The first call that returned a tensor, and the tensor's index in the output."""
+    for call in calls:
+        for index, output in call.tensors:
+            if output is tensor:
+                return call, index
+    return None
+
+
 def _top_k(sites: list[Site], logits: list[torch.Tensor], wanted: torch.Tensor) -> int:
-    """How many experts of a token its own formula counts: the number that gives its own value; 0 if none does."""
-    if not sites or any(one.ndim < 2 for one in logits):
+    """The number of experts per token with which our formula gives the loss; 0 if none does."""
+    if not sites or any(table.ndim < 2 for table in logits):
         return 0
-    rows = [one.detach().flatten(0, -2) for one in logits]
+    tables = [table.detach().flatten(0, -2) for table in logits]
+    wanted = wanted.detach()
     weights = torch.tensor([1.0, 0.0])
-    for top_k in range(1, min(one.shape[-1] for one in rows) + 1):
+    for top_k in range(1, min(table.shape[-1] for table in tables) + 1):
         terms = Terms(1.0, 0.0, top_k)
+        sums: Any = 0
         try:
-            sums = sum(
-                sums_of(one, torch.zeros(len(one), dtype=torch.long), weights, terms)
-                for one in rows
-            )
+            for table in tables:
+                sums = sums + sums_of(table, torch.zeros(len(table)).long(), weights, terms)
         except RuntimeError:
-            return 0  # layers with unlike numbers of experts
-        assert isinstance(sums, torch.Tensor)
-        if abs(losses_of(sums, weights, terms)["aux_loss"] - wanted.detach()) <= NEAR * abs(
-            wanted.detach()
-        ):
+            return 0  # layers with different numbers of experts
+        if abs(losses_of(sums, weights, terms)["aux_loss"] - wanted) <= TOLERANCE * abs(wanted):
             return top_k
     return 0
 
 
-def _differs(model: Any, case: TinyCase, found: Routers) -> str:
-    """Why our sums over all rows at once are not its own loss of each row; empty if they are."""
-    ids, terms = case.inputs(ROWS, WIDTH)["input_ids"], Terms(1.0, 0.0, found.top_k)
-    wanted = _answer(
-        model,
-        sum(model(input_ids=ids[i : i + 1], **{FLAG: True}).aux_loss for i in range(ROWS)) / ROWS,
-    )
-    routers = RouterLosses(found.modules(model), terms)
-    batch = MicroBatch(ids, ids.clone(), None, None)
-    routers.begin(batch)
+def _difference(model: Any, case: TinyCase, routers: Routers) -> str:
+    """How our loss of all rows at once differs from its own of each row; empty if it does not."""
+    ids = case.inputs(ROWS, WIDTH)["input_ids"]
+    own = sum(model(input_ids=row, **{FLAG: True}).aux_loss for row in ids.split(1)) / ROWS
+    wanted = _loss_and_gradients(model, own)
+    losses = RouterLosses(routers.modules(model), Terms(1.0, 0.0, routers.top_k))
+    losses.begin(MicroBatch(ids, ids.clone(), None, None))
     model(input_ids=ids, use_cache=False, **{FLAG: False})
-    nothing = torch.zeros((), dtype=torch.float64)
-    total = routers.finish(Loss(nothing, nothing[None], nothing[None]), "").total / (ROWS * WIDTH)
-    routers.remove()
-    verdict = judge(_answer(model, total), wanted)
-    if verdict.loss <= NEAR * max(1.0, abs(wanted.loss)) and verdict.gradient <= NEAR * 10:
+    zero = torch.zeros((), dtype=torch.float64)
+    total = losses.finish(Loss(zero, zero[None], zero[None]), "").total / (ROWS * WIDTH)
+    losses.remove()
+    verdict = judge(_loss_and_gradients(model, total), wanted)
+    close = verdict.loss <= TOLERANCE * max(1.0, abs(wanted.loss))
+    if close and verdict.gradient <= TOLERANCE * 10:
         return ""
-    what = f"the gradient of {verdict.module}" if verdict.loss <= NEAR else "its value"
+    what = f"the gradient of {verdict.module}" if verdict.loss <= TOLERANCE else "its value"
     return f"its own code computes something else ({what} differs)"
 
 
-def _answer(model: nn.Module, loss: Any) -> LossAndGradients:
+def _loss_and_gradients(model: nn.Module, loss: Any) -> LossAndGradients:
     model.zero_grad()
     if loss.requires_grad:
         loss.backward()
-    found = LossAndGradients(float(loss.detach()), gradients_of(model))
+    result = LossAndGradients(float(loss.detach()), gradients_of(model))
     model.zero_grad()
-    return found
+    return result
 
 
 def _beside_experts(model: nn.Module, case: TinyCase) -> list[Site]:
-    """Of models that publish no router logits: what first comes out beside a stack of experts with one value for each.
+    """Routers of models that publish no router logits: modules next to a stack of experts.
 
-    None where that could be more than one thing.
+    The site is the first call there with an output of one value per expert; none if several fit.
     """
     stacks = find_experts(model)
-    with _outputs(model) as seen, torch.no_grad():
+    with _recorded_calls(model) as calls, torch.no_grad():
         model(**case.inputs(ROWS, WIDTH), use_cache=False)  # type: ignore[operator]
     sites: dict[tuple[str, str], Site] = {}
     blocks = {name for name, _ in find_blocks(model)}
@@ -276,98 +285,91 @@ def _beside_experts(model: nn.Module, case: TinyCase) -> list[Site]:
             if around in blocks:
                 break
             beside = [
-                one
-                for one in seen
-                if one[0].startswith(f"{around}.") and not one[0].startswith(stack)
+                call
+                for call in calls
+                if call.name.startswith(f"{around}.") and not call.name.startswith(stack)
             ]
-            fitting = (
-                (
-                    name,
-                    router,
-                    [i for i, x in outputs if _are_logits(x, ROWS * WIDTH, experts_in(module))],
-                )
-                for name, router, outputs in beside
-            )
-            name, router, fits = next((one for one in fitting if one[2]), ("", None, []))
-            if len(fits) == 1:
-                kind = type(router).__name__
-                sites[kind, pattern_of(name)] = Site(kind, pattern_of(name), fits[0])
-            if fits:
-                break
+            router, indices = _first_with_logits(beside, experts_in(module))
+            if router is None:
+                continue
+            if len(indices) == 1:
+                kind = type(router.module).__name__
+                pattern = pattern_of(router.name)
+                sites[kind, pattern] = Site(kind, pattern, indices[0])
+            break
     return list(sites.values())
 
 
+def _first_with_logits(calls: list[_Call], experts: int) -> tuple[_Call | None, list[int | None]]:
+    """The first call with outputs that may be router logits, and the indices of those outputs."""
+    for call in calls:
+        indices = [i for i, x in call.tensors if _are_logits(x, ROWS * WIDTH, experts)]
+        if indices:
+            return call, indices
+    return None, []
+
+
 def _are_logits(x: torch.Tensor, tokens: int, experts: int) -> bool:
-    """A value for each token and expert, and no probability."""
-    if (
-        not x.is_floating_point()
-        or x.ndim < 2
-        or x.shape[-1] != experts
-        or x.numel() != tokens * experts
-    ):
+    """Whether a tensor has a value for each token and expert, and not only probabilities."""
+    if not x.is_floating_point() or x.ndim < 2:
+        return False
+    if x.shape[-1] != experts or x.numel() != tokens * experts:
         return False
     return bool((x < 0).any() or (x > 1).any())
 
 
-def _choices(model: nn.Module, case: TinyCase) -> dict[str, int]:
-    """How many experts each token chooses, by stack of experts."""
-    return {name: chosen.shape[-1] for name, chosen in _chosen(model, case).items()}
-
-
 @torch.no_grad()
-def _chosen(model: nn.Module, case: TinyCase) -> dict[str, torch.Tensor]:
-    """The experts of each token, by stack, of those whose calls tell."""
-    found: dict[str, torch.Tensor] = {}
+def _chosen_experts(model: nn.Module, case: TinyCase) -> dict[str, torch.Tensor]:
+    """The experts of each token, by stack, for stacks that are called with them."""
+    chosen: dict[str, torch.Tensor] = {}
     handles = []
     for name, module in find_experts(model).items():
         if style_of(module) is RoutedExperts:
 
-            def see(module: nn.Module, args: Any, kwargs: Any, name: str = name) -> None:
-                found[name] = [*args, *kwargs.values()][1].detach().clone()
+            def record(module: nn.Module, args: Any, kwargs: Any, name: str = name) -> None:
+                chosen[name] = [*args, *kwargs.values()][1].detach().clone()
 
-            handles.append(module.register_forward_pre_hook(see, with_kwargs=True))
+            handles.append(module.register_forward_pre_hook(record, with_kwargs=True))
     try:
         model(**case.inputs(ROWS, WIDTH), use_cache=False)  # type: ignore[operator]
     finally:
         for handle in handles:
             handle.remove()
-    return found
+    return chosen
 
 
 def _biases(model: Any, case: TinyCase) -> dict[str, str]:
-    """Vectors that decide which experts are chosen and nothing else, by stack of experts: no gradient moves them."""
-    found: dict[str, str] = {}
-    for stack, chosen in _chosen(model, case).items():
-        parent, experts = stack.rpartition(".")[0], experts_in(model.get_submodule(stack))
-        if pattern_of(stack) in found:
+    """Vectors that decide nothing but which experts are chosen, by stack: they get no gradient."""
+    biases: dict[str, str] = {}
+    for stack, chosen in _chosen_experts(model, case).items():
+        if pattern_of(stack) in biases:
             continue
-        inside = model.get_submodule(parent)
-        own = dict(inside.named_parameters()) | dict(inside.named_buffers())
-        for name, tensor in own.items():
-            if (
-                tensor.numel() != experts
-                or not tensor.is_floating_point()
-                or name.startswith(stack[len(parent) + 1 :])
-            ):
+        parent, _, stack_name = stack.rpartition(".")
+        experts = experts_in(model.get_submodule(stack))
+        router = model.get_submodule(parent)
+        tensors = dict(router.named_parameters()) | dict(router.named_buffers())
+        for name, tensor in tensors.items():
+            if tensor.numel() != experts or not tensor.is_floating_point():
                 continue
-            if _decides(model, case, stack, tensor, chosen) and not _has_gradient(
-                model, case, tensor
-            ):
-                found[pattern_of(stack)] = pattern_of(f"{parent}.{name}")
-    return found
+            if name.startswith(stack_name):
+                continue
+            decides = _decides(model, case, stack, tensor, chosen)
+            if decides and not _has_gradient(model, case, tensor):
+                biases[pattern_of(stack)] = pattern_of(f"{parent}.{name}")
+    return biases
 
 
 @torch.no_grad()
 def _decides(
     model: Any, case: TinyCase, stack: str, tensor: torch.Tensor, before: torch.Tensor
 ) -> bool:
-    """Whether a large value at an expert's place has every token choose it."""
+    """Whether a large value at an expert's index makes every token choose that expert."""
     flat = tensor.data.view(-1)
     expert = int(torch.bincount(before.flatten(), minlength=tensor.numel()).argmin())
-    kept = flat[expert].clone()
+    original = flat[expert].clone()
     flat[expert] += LARGE
-    after = _chosen(model, case)[stack]
-    flat[expert] = kept
+    after = _chosen_experts(model, case)[stack]
+    flat[expert] = original
     return bool((after == expert).any(-1).all())
 
 

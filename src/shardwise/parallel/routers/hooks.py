@@ -1,12 +1,13 @@
-"""Sums over the tokens of a forward, taken where a model's routers make their logits.
+"""Hooks that sum over the tokens of a forward, at the logits of a model's routers.
 
-[Note: leaving a block] A hook on each router leaves its layer's table in a slot, whence it is collected at the end of
-the forward: a compiled block returns it as one more output, and nothing is broken or waited for. A block that backward
-recomputes leaves it again, with all that it was made from: the slot is emptied behind it, or the memory that
-recomputation saves would be held until the next forward.
+[Note: leaving a block] A hook on each router stores its layer's table in a slot, which is collected
+at the end of the forward: a compiled block returns it as one more output, without graph breaks or
+host syncs. A block that backward recomputes stores it again, with its graph: the slot is cleared
+behind the block, or the memory that recomputation saves would be held until the next forward.
 
-[Note: stages] Each stage of a pipeline adds its layers' sums to those of the stages before, and hands them on with the
-hidden states; the last one computes the losses, and gradients come back the same way.
+[Note: stages] Each stage of a pipeline adds its layers' sums to those of the previous stages, and
+sends them on with the hidden states; the last stage computes the losses, and gradients return the
+same way.
 """
 
 from __future__ import annotations
@@ -33,16 +34,16 @@ if TYPE_CHECKING:
 
 
 class _TableSlot:
-    """Where a router leaves its table."""
+    """Holds the table of one router."""
 
     def __init__(self) -> None:
         self.sums: torch.Tensor | None = None
 
 
 class RouterLosses:
-    """Watches the routers of a model; `begin` before a forward, `finish` after it.
+    """Computes the router losses of a model; call `begin` before a forward, `finish` after it.
 
-    `group`: ranks that have parts of the same sequences, over which sums are added up.
+    `group`: ranks that have parts of the same sequences, over which the sums are reduced.
     """
 
     def __init__(
@@ -53,85 +54,96 @@ class RouterLosses:
         tokens: Tokens | None = None,
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        self.terms, self.tokens, self._balance, self._group = (
-            terms,
-            tokens or Tokens(),
-            balance,
-            group,
-        )
+        self.terms = terms
+        self.tokens = tokens or Tokens()
+        self._balance = balance
+        self._group = group
         self._slots: dict[nn.Module, _TableSlot] = {}
         self._handles: list[Any] = []
-        self._before: torch.Tensor | None = None  # sums of the stages before
+        self._before: torch.Tensor | None = None  # sums of the previous stages
         self._micro: int | None = None
-        self._known: dict[int | None, tuple[torch.Tensor | None, torch.Tensor | None]] = {}
-        for module, site in sites.items() if terms else ():
-            self._slots[module] = slot = _TableSlot()
+        self._tokens_of: dict[int | None, tuple[torch.Tensor | None, torch.Tensor | None]] = {}
+        if not terms:
+            return
+        for module, site in sites.items():
+            slot = _TableSlot()
+            self._slots[module] = slot
             self._handles.append(module.register_forward_hook(self._hook(slot, site)))
 
     def remove(self) -> None:
-        """Watches no longer."""
+        """Removes the hooks."""
         for handle in self._handles:
             handle.remove()
 
     def clear_behind(self, model: nn.Module) -> None:
-        """Empties slots behind blocks that backward recomputes; see [Note: leaving a block]."""
+        """Clears slots behind recomputed blocks; see [Note: leaving a block]."""
         for _, block in find_blocks(model):
-            if slots := [
-                slot for module, slot in self._slots.items() if module in set(block.modules())
-            ]:
+            slots = [self._slots[module] for module in block.modules() if module in self._slots]
+            if slots:
                 block.register_forward_hook(_clearing(slots), always_call=True)
 
     def begin(self, batch: Any) -> None:
-        """Before the forward of a micro-batch."""
+        """Prepares for the forward of a micro-batch."""
         self._before = None
         self._empty()
         self.tokens.set(*grouped(batch, self._balance))
-        self._known[self._micro] = self.tokens.numbers, self.tokens.weights
+        self._tokens_of[self._micro] = (self.tokens.numbers, self.tokens.weights)
 
     def finish(self, loss: Loss, name: str) -> Loss:
-        """The objective's loss with those of the routers; `name` is what its own is reported as."""
+        """The objective's loss plus the router losses; `name`: what its own part is reported as."""
         if not self.terms:
             return loss
-        sums, weights = self.collect(), self.tokens.weights
+        sums = self.collect()
+        weights = self.tokens.weights
         assert sums is not None and weights is not None, "no router was called"
         if self._group is not None:
             table = torch.cat([sums, weights[:-1, None]], 1)
             table = _Summed.apply(table, self._group)
-            sums, weights = table[:, :-1], torch.cat([table[:, -1].detach(), weights[-1:]])
-        # Each rank that has a part of the sequences has all of the loss: a share of it is its own.
+            sums = table[:, :-1]
+            weights = torch.cat([table[:, -1].detach(), weights[-1:]])
+        # Each rank with a part of the sequences computes the full losses, and counts 1/n of them.
         shares = 1 if self._group is None else dist.get_world_size(self._group)
-        found = {key: value / shares for key, value in losses_of(sums, weights, self.terms).items()}
-        terms = self.terms
-        total = loss.total + sum(
-            c * found[n] for n, c in (("aux_loss", terms.aux), ("z_loss", terms.z)) if c
-        )
-        own = {name: loss.total.detach()} | {key: value.detach() for key, value in found.items()}
-        return replace(loss, total=total, figures={**loss.figures, **own})
+        coefficients = {"aux_loss": self.terms.aux, "z_loss": self.terms.z}
+        figures = {**loss.figures, name: loss.total.detach()}
+        added: Any = 0
+        for key, value in losses_of(sums, weights, self.terms).items():
+            share = value / shares
+            added = added + coefficients[key] * share
+            figures[key] = share.detach()
+        return replace(loss, total=loss.total + added, figures=figures)
 
     def collect(self) -> torch.Tensor | None:
-        """The sums so far, those of the stages before included; None where there was no router."""
-        found = [slot.sums for slot in self._slots.values() if slot.sums is not None]
-        found += [] if self._before is None else [self._before]
+        """The sums so far, including those of previous stages; None if there was no router."""
+        tables = [slot.sums for slot in self._slots.values() if slot.sums is not None]
+        if self._before is not None:
+            tables.append(self._before)
         self._before = None
         self._empty()
-        return torch.stack(found).sum(0) if len(found) > 1 else found[0] if found else None
+        if not tables:
+            return None
+        if len(tables) == 1:
+            return tables[0]
+        return torch.stack(tables).sum(0)
 
     def take(self, sums: torch.Tensor) -> None:
-        """What the stages before have summed up."""
+        """Receives the sums of the previous stages."""
         self._before = sums
 
     def enter(self, micro: int) -> None:
-        """Before anything is computed for a micro-batch of a pipeline, forward or backward."""
+        """Selects a micro-batch of a pipeline, before its forward or backward."""
         self._micro = micro
-        if micro in self._known:
-            self.tokens.set(*self._known[micro])
+        if micro in self._tokens_of:
+            self.tokens.set(*self._tokens_of[micro])
 
     def _empty(self) -> None:
         for slot in self._slots.values():
             slot.sums = None
 
     def _hook(self, slot: _TableSlot, site: Site) -> Callable[..., None]:
-        tokens, terms, index, times = self.tokens, self.terms, site.index, site.times
+        tokens = self.tokens
+        terms = self.terms
+        index = site.index
+        times = site.times
 
         def leave(module: nn.Module, args: Any, output: Any) -> None:
             if tokens.numbers is None or tokens.weights is None:
@@ -146,24 +158,25 @@ class RouterLosses:
 
 
 class RoutedObjective:
-    """An objective whose model has routers: their losses are added to its own."""
+    """Adds the losses of a model's routers to an objective."""
 
     def __init__(self, plain: Objective, routers: RouterLosses) -> None:
-        self._plain, self._routers, self.of_tokens = plain, routers, plain.of_tokens
+        self._plain = plain
+        self._routers = routers
+        self.of_tokens = plain.of_tokens
         self._name = "cross_entropy" if plain.of_tokens else "loss_objective"
-        self.figures = (
-            *plain.figures,
-            *([self._name, *routers.terms.names] if routers.terms else []),
-        )
+        self.figures = tuple(plain.figures)
+        if routers.terms:
+            self.figures = (*self.figures, self._name, *routers.terms.names)
 
     def __call__(self, model: Any, batch: Any) -> Loss:
-        """Summed over the micro-batch."""
+        """The loss, summed over the micro-batch."""
         self._routers.begin(batch)
         return self._routers.finish(self._plain(model, batch), self._name)
 
 
 class _Summed(torch.autograd.Function):
-    """The sum over ranks. Each goes on to the same loss and takes 1/n of it: back comes n times its gradient."""
+    """All-reduce. Every rank computes the same loss and takes 1/n of it: gradients times n."""
 
     @staticmethod
     def forward(ctx: Any, table: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:  # type: ignore[override]

@@ -1,4 +1,4 @@
-"""Puts the losses and biases of routers in place in a model that is being set up for training."""
+"""Installs the losses and biases of routers in a model."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Routing:
-    """What a run does with a model's routers: `losses` knows the tokens of each forward, `bias` comes after a step."""
+    """The router losses, which run with every forward, and the bias update after each step."""
 
     losses: RouterLosses
     bias: BiasUpdate | None
@@ -38,40 +38,45 @@ def routers_in(
     z: float,
     group: dist.ProcessGroup | None = None,
 ) -> RouterLosses | None:
-    """What watches the routers of a model, for trials; None where neither loss is asked for."""
-    found = find_routers(config, task) if aux or z else None
-    if found is None:
+    """The router losses of a model, for trials; None if neither loss is used."""
+    routers = find_routers(config, task) if aux or z else None
+    if routers is None:
         return None
-    return RouterLosses(found.modules(model), Terms(aux, z, found.top_k), group=group)
+    return RouterLosses(routers.modules(model), Terms(aux, z, routers.top_k), group=group)
 
 
 def watch_routers(model: Any, source: ModelSource, run: Run) -> RouterLosses | None:
-    """What watches the routers of a model that is evaluated as it is; None where its loss has nothing of them."""
-    found = routers_of(source, model)
-    chosen = choose(run, found, model)
-    if found is None or not (chosen.aux_loss or chosen.z_loss):
+    """The router losses of a model for evaluation; None if its loss includes none."""
+    routers = routers_of(source, model)
+    chosen = choose(run, routers, model)
+    if routers is None or not (chosen.aux_loss or chosen.z_loss):
         return None
-    terms = Terms(chosen.aux_loss, chosen.z_loss, found.top_k)
-    return RouterLosses(found.modules(model), terms, run.router.balance)
+    terms = Terms(chosen.aux_loss, chosen.z_loss, routers.top_k)
+    return RouterLosses(routers.modules(model), terms, run.router.balance)
 
 
 def install_routers(
     model: Any, source: ModelSource, run: Run, loads: ExpertLoads | None, world: World
 ) -> Routing | None:
-    """Before a model is sharded and compiled, after its axes are in place; None for a dense model."""
-    found = routers_of(source, model)
-    if found is None and loads is None:
+    """Installs losses and bias updates for training; None for a dense model.
+
+    Called after the model's axes are applied, before it is sharded and compiled.
+    """
+    routers = routers_of(source, model)
+    if routers is None and loads is None:
         return None
-    chosen, tokens = choose(run, found, model), Tokens()
+    chosen = choose(run, routers, model)
+    tokens = Tokens()
     group = None if world.context is None else world.context.get_group()
-    terms = Terms(chosen.aux_loss, chosen.z_loss, 0 if found is None else found.top_k)
-    sites = {} if found is None else found.modules(model)
+    top_k = 0 if routers is None else routers.top_k
+    terms = Terms(chosen.aux_loss, chosen.z_loss, top_k)
+    sites = {} if routers is None else routers.modules(model)
     losses = RouterLosses(sites, terms, run.router.balance, tokens, group)
     if run.recompute == "full":
         losses.clear_behind(model)
     bias = None
     if loads is not None:
         loads.tokens = tokens
-        if found is not None and chosen.bias_update:
-            bias = BiasUpdate(model, found.biases, loads, world.mesh, chosen.bias_update)
+        if routers is not None and chosen.bias_update:
+            bias = BiasUpdate(model, routers.biases, loads, world.mesh, chosen.bias_update)
     return Routing(losses, bias)

@@ -1,9 +1,10 @@
-"""The losses of routers, from sums over tokens that add up over layers, ranks and stages.
+"""Router losses, from sums over tokens that add up over layers, ranks and stages.
 
-The auxiliary loss of a group of tokens (transformers' `load_balancing_loss_func`, after the Switch Transformer, arXiv
-2101.03961) depends on it through sums alone: how often each expert is among the likeliest `top_k` of a token (without
-gradient), the probability that routers give each expert, and the number of rows, over all layers. So does the z-loss
-(arXiv 2202.08906): the squared logsumexp of the logits. A table of (groups, sums) is all that is kept of a forward.
+The auxiliary loss of a group of tokens (transformers' `load_balancing_loss_func`, after the Switch
+Transformer, arXiv 2101.03961) depends only on sums over all layers: how often each expert is in the
+top `top_k` of a token (without gradient), its total probability, and the number of rows. So does
+the z-loss (arXiv 2202.08906): the squared logsumexp of the logits. Of a forward, only a table of
+(groups, sums) is saved.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 
 @dataclass(frozen=True)
 class Terms:
-    """Which losses there are, by their coefficients (0: not computed), and what the auxiliary one is made from."""
+    """Coefficients of the losses (0: not computed), and the experts per token."""
 
     aux: float
     z: float
@@ -23,8 +24,9 @@ class Terms:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the losses, as they are reported."""
-        return (*(["aux_loss"] if self.aux else []), *(["z_loss"] if self.z else []))
+        """Names under which the losses are reported."""
+        coefficients = {"aux_loss": self.aux, "z_loss": self.z}
+        return tuple(name for name, coefficient in coefficients.items() if coefficient)
 
     def __bool__(self) -> bool:
         return bool(self.aux or self.z)
@@ -35,46 +37,41 @@ def sums_of(
 ) -> torch.Tensor:
     """(groups, sums) of one layer: probabilities and counts by expert, squared logsumexp, rows.
 
-    `logits`: (tokens, experts); `numbers`: each token's group, the last one being left out; `weights`: as many as
-    groups, which gives the shape without a constant that a compiled block would be compiled anew for.
+    `logits`: (tokens, experts); `numbers`: each token's group, the last of which is dropped;
+    `weights`: one per group: a tensor, since a constant number of groups would recompile blocks.
     """
-    groups, experts = len(weights), logits.shape[-1]
+    groups = len(weights)
+    experts = logits.shape[-1]
     parts = []
     if terms.aux:
-        # In the type of the logits, as the model's own code computes them.
+        # In the dtype of the logits, like the model's own code.
         probabilities = torch.softmax(logits, -1)
         with torch.no_grad():
             chosen = probabilities.topk(terms.top_k, -1).indices
             flat = (numbers[:, None] * experts + chosen).flatten()
             ones = torch.ones_like(flat, dtype=torch.float32)
-            counts = (
-                ones.new_zeros(groups * experts).scatter_add(0, flat, ones).view(groups, experts)
-            )
+            counts = ones.new_zeros(groups * experts).scatter_add(0, flat, ones)
         probabilities = probabilities.float()
-        parts += [
-            probabilities.new_zeros(groups, experts).index_add(0, numbers, probabilities),
-            counts,
-        ]
+        totals = probabilities.new_zeros(groups, experts).index_add(0, numbers, probabilities)
+        parts += [totals, counts.view(groups, experts)]
     if terms.z:
         squares = logits.float().logsumexp(-1, keepdim=True).square()
         parts.append(squares.new_zeros(groups, 1).index_add(0, numbers, squares))
-    rows = weights.new_zeros(groups, 1).index_add(
-        0, numbers, weights.new_ones(1).expand(len(numbers), 1)
-    )
+    ones = weights.new_ones(1).expand(len(numbers), 1)
+    rows = weights.new_zeros(groups, 1).index_add(0, numbers, ones)
     return torch.cat([*parts, rows], 1)[:-1]
 
 
 def losses_of(sums: torch.Tensor, weights: torch.Tensor, terms: Terms) -> dict[str, torch.Tensor]:
-    """Each loss summed over the groups, by their weights (the last, of padding, is none)."""
-    parts, rows = sums[:, :-1], sums[:, -1].clamp(min=1.0)
-    found: dict[str, torch.Tensor] = {}
+    """Each loss as a weighted sum over groups, of which the last weight (padding) has none."""
+    parts = sums[:, :-1]
+    rows = sums[:, -1].clamp(min=1.0)
+    losses: dict[str, torch.Tensor] = {}
     if terms.aux:
         experts = (parts.shape[1] - bool(terms.z)) // 2
-        mean, share = (
-            parts[:, :experts] / rows[:, None],
-            parts[:, experts : 2 * experts] / rows[:, None],
-        )
-        found["aux_loss"] = (weights[:-1] * experts * (mean * share).sum(-1)).sum()
+        mean = parts[:, :experts] / rows[:, None]
+        share = parts[:, experts : 2 * experts] / rows[:, None]
+        losses["aux_loss"] = (weights[:-1] * experts * (mean * share).sum(-1)).sum()
     if terms.z:
-        found["z_loss"] = (weights[:-1] * parts[:, -1] / rows).sum()
-    return found
+        losses["z_loss"] = (weights[:-1] * parts[:, -1] / rows).sum()
+    return losses

@@ -1,4 +1,4 @@
-"""From the settings to coefficients and rates: what the model's config asks for, where a run leaves it open."""
+"""Coefficients and rates from the settings, or from the model's config for those left on auto."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
     from shardwise.config.schema import Run
     from shardwise.nn.models.source import ModelSource
 
-RATE = 1e-3  # of the bias, where it is left open: DeepSeek-V3's
+RATE = 1e-3  # default of the bias update: DeepSeek-V3's
 NONE = "no routers are found in this model"
 SETTINGS = ("aux_loss", "z_loss", "bias_update")
 
 
 @dataclass(frozen=True)
 class Chosen:
-    """Coefficients of the losses and the rate of the bias, 0 where there is none, and why, by setting."""
+    """Coefficients of the losses and rate of the bias update (0: none), and why, by setting."""
 
     aux_loss: float
     z_loss: float
@@ -33,88 +33,81 @@ class Chosen:
     why: dict[str, str] = field(default_factory=dict)
 
 
-def choose(run: Run, found: Routers | None, model: nn.Module) -> Chosen:
-    """Answers what is left open, and refuses what this model cannot have; the method has been applied to the model."""
+def choose(run: Run, routers: Routers | None, model: nn.Module) -> Chosen:
+    """Resolves settings left on auto, and refuses what this model (with its method) cannot have."""
     why: dict[str, str] = {}
-    aux = _aux_loss(run, found, why)
+    aux = _aux_loss(run, routers, why)
     z = run.router.z_loss
     if z == "auto":
         z = 0.0
-    elif z and (found is None or not found.sites):
+    elif z and (routers is None or not routers.sites):
         raise UserError("router.z_loss", z, NONE, "leave it out")
     if run.router.balance != "document" and not aux:
         problem = "is for the auxiliary loss, and there is none"
-        raise UserError(
-            "router.balance", run.router.balance, problem, "set router.aux_loss, or leave it out"
-        )
-    return Chosen(aux, z, _bias_update(run, found, model, why), why)
+        remedy = "set router.aux_loss, or leave it out"
+        raise UserError("router.balance", run.router.balance, problem, remedy)
+    return Chosen(aux, z, _bias_update(run, routers, model, why), why)
 
 
 def resolve_routers(result: Resolution, source: ModelSource, model: nn.Module) -> None:
-    """Puts what is chosen into the run, with its reasons."""
-    settings, chosen = result.run.router, choose(result.run, routers_of(source, model), model)
+    """Stores the chosen values in the run, with the reasons."""
+    settings = result.run.router
+    chosen = choose(result.run, routers_of(source, model), model)
     for name in SETTINGS:
         if getattr(settings, name) == "auto":
             result.put(f"router.{name}", getattr(chosen, name), chosen.why.get(name))
 
 
 def chosen_in(run: Run, reasons: Mapping[str, str]) -> Chosen:
-    """What was put there."""
+    """The choices that `resolve_routers` stored in a run."""
     settings: Any = run.router
     why = {name: reasons[f"router.{name}"] for name in SETTINGS if f"router.{name}" in reasons}
     return Chosen(settings.aux_loss, settings.z_loss, settings.bias_update, why)
 
 
-def _aux_loss(run: Run, found: Routers | None, why: dict[str, str]) -> float:
+def _aux_loss(run: Run, routers: Routers | None, why: dict[str, str]) -> float:
     wanted = run.router.aux_loss
     if wanted != "auto":
-        if wanted and (found is None or not found.sites):
+        if wanted and (routers is None or not routers.sites):
             raise UserError("router.aux_loss", wanted, NONE, "leave it out")
-        if wanted and found is not None and not found.top_k:
+        if wanted and routers is not None and not routers.top_k:
             problem = "how many experts its tokens choose is not seen in its calls"
-            raise UserError(
-                "router.aux_loss", wanted, problem, "leave it out, or use router.z_loss"
-            )
+            remedy = "leave it out, or use router.z_loss"
+            raise UserError("router.aux_loss", wanted, problem, remedy)
         return wanted
-    if found is None:
+    if routers is None:
         return 0.0
-    if not found.asked:
-        if found.coefficient is not None or found.trouble:
+    if not routers.enabled:
+        if routers.coefficient is not None or routers.trouble:
             why["aux_loss"] = f"the model's config does not ask for it ({FLAG}: false)"
         return 0.0
-    if found.trouble:
-        problem = (
-            f"the model's config asks for it ({FLAG}: true), but it cannot be had: {found.trouble}"
-        )
-        number = "; a number adds the Switch Transformer's" if found.sites and found.top_k else ""
-        raise UserError(
-            "router.aux_loss",
-            "auto",
-            problem,
-            f"set router.aux_loss: 0 to train without it{number}",
-        )
-    if found.coefficient is None:
-        why["aux_loss"] = (
-            f"the model's config says {FLAG}: true, but its own code adds no loss for it"
-        )
+    reason = f"the model's config asks for it ({FLAG}: true)"
+    if routers.trouble:
+        problem = f"{reason}, but it cannot be had: {routers.trouble}"
+        remedy = "set router.aux_loss: 0 to train without it"
+        if routers.sites and routers.top_k:
+            remedy += "; a number adds the Switch Transformer's"
+        raise UserError("router.aux_loss", "auto", problem, remedy)
+    if routers.coefficient is None:
+        says = f"the model's config says {FLAG}: true"
+        why["aux_loss"] = f"{says}, but its own code adds no loss for it"
         return 0.0
-    why["aux_loss"] = f"the model's config asks for it ({FLAG}: true)"
-    return found.coefficient
+    why["aux_loss"] = reason
+    return routers.coefficient
 
 
-def _bias_update(run: Run, found: Routers | None, model: nn.Module, why: dict[str, str]) -> float:
-    wanted, biases = run.router.bias_update, found.biases if found is not None else {}
-    adapters = run.method.type != "full"
+def _bias_update(run: Run, routers: Routers | None, model: nn.Module, why: dict[str, str]) -> float:
+    wanted = run.router.bias_update
+    biases = routers.biases if routers is not None else {}
     if wanted != "auto":
         if wanted and not biases:
             problem = "this model has no bias that decides which experts are chosen"
-            raise UserError(
-                "router.bias_update", wanted, problem, "leave it out, or use router.aux_loss"
-            )
+            remedy = "leave it out, or use router.aux_loss"
+            raise UserError("router.bias_update", wanted, problem, remedy)
         return wanted
     if not biases:
         return 0.0
-    if adapters or not trains_routers(model, found):
+    if run.method.type != "full" or not trains_routers(model, routers):
         why["bias_update"] = "the routers are frozen"
         return 0.0
     if run.diloco is not None:
@@ -124,33 +117,34 @@ def _bias_update(run: Run, found: Routers | None, model: nn.Module, why: dict[st
     return RATE
 
 
-def trains_routers(model: nn.Module, found: Routers | None) -> bool:
-    """Whether any parameter of a router itself is trained."""
-    modules: dict[Any, Any] = {} if found is None else found.modules(model)
-    return any(p.requires_grad for m in modules for n, p in m.named_parameters() if not is_added(n))
+def trains_routers(model: nn.Module, routers: Routers | None) -> bool:
+    """Whether any parameter of a router (adapters aside) is trained."""
+    if routers is None:
+        return False
+    for module in routers.modules(model):
+        for name, parameter in module.named_parameters():
+            if parameter.requires_grad and not is_added(name):
+                return True
+    return False
 
 
-def told(chosen: Chosen, balance: str) -> str:
-    """The choice in one line; empty where there is nothing to tell."""
+def describe_choice(chosen: Chosen, balance: str) -> str:
+    """The choice in one line; empty if there is nothing to report."""
     over = "each document" if balance == "document" else "each micro-batch"
-    said = []
+    parts = []
     if chosen.aux_loss or "aux_loss" in chosen.why:
-        what = (
-            f"auxiliary loss × {chosen.aux_loss:g} over {over}"
-            if chosen.aux_loss
-            else "no auxiliary loss"
-        )
-        said.append(what + _because(chosen, "aux_loss"))
+        what = "no auxiliary loss"
+        if chosen.aux_loss:
+            what = f"auxiliary loss × {chosen.aux_loss:g} over {over}"
+        parts.append(what + _because(chosen, "aux_loss"))
     if chosen.z_loss:
-        said.append(f"z-loss × {chosen.z_loss:g}")
+        parts.append(f"z-loss × {chosen.z_loss:g}")
     if chosen.bias_update or "bias_update" in chosen.why:
-        what = (
-            f"bias moves by {chosen.bias_update:g} a step"
-            if chosen.bias_update
-            else "bias stays as it is"
-        )
-        said.append(what + _because(chosen, "bias_update"))
-    return "; ".join(said)
+        what = "bias stays as it is"
+        if chosen.bias_update:
+            what = f"bias moves by {chosen.bias_update:g} a step"
+        parts.append(what + _because(chosen, "bias_update"))
+    return "; ".join(parts)
 
 
 def _because(chosen: Chosen, name: str) -> str:
