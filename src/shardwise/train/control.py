@@ -1,7 +1,7 @@
 """Decisions that all ranks must take at the same step: stop on a signal, timed saves and copies.
 
-Each step begins an asynchronous vote on the host's own group and reads it at the end of the step, so
-no rank waits: the vote travels while the device computes.
+Each step begins an asynchronous vote on the host's own group and reads it at the end of the step.
+No rank waits: the vote travels while the device computes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Control:
         pace_seconds: float | None = None,
         busy: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`busy`: whether this rank is still copying to memory; no rank then begins another copy."""
+        """`busy`: whether this rank still copies to memory; no rank then begins another copy."""
         self._group = group
         self._alone = dist.get_world_size(group) == 1
         self._is_main = dist.get_rank(group) == 0

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Iterator
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -86,7 +85,7 @@ def _data_lines(job: ResolvedRun) -> Iterator[tuple[str, str]]:
 
 
 def _aim(job: ResolvedRun) -> str | None:
-    """What the model is trained to do; None for causal language modelling."""
+    """What the model is trained to do; None where the objective has no row of its own."""
     objective: Any = job.run.objective
     match objective.type:
         case "seq2seq":
@@ -109,8 +108,10 @@ def print_plan(job: ResolvedRun, console: Console | None = None) -> None:
     table = _table("plan of the run")
     table.add_column(style="bold")
     table.add_column(overflow="fold")
-    rows = (_training_rows(job, layout), _parallel_rows(job, layout), _memory_rows(job, layout))
-    for title, content in chain(*rows):
+    rows: list[tuple[str, str | Text]] = [*_training_rows(job, layout)]
+    rows += _parallel_rows(job, layout)
+    rows += _memory_rows(job, layout)
+    for title, content in rows:
         table.add_row(title, content)
     train = job.run.train
     rate = f"{train.learning_rate:g} {_named(train.schedule)}, {train.optimizer}"
