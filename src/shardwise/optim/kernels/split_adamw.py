@@ -99,11 +99,11 @@ if triton is not None:
         SCALED: tl.constexpr, BLOCK: tl.constexpr,
     ):  # fmt: skip
         at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-        here = at < count
-        gradient = tl.load(gradient_at + at, here).to(tl.float32)
+        mask = at < count
+        gradient = tl.load(gradient_at + at, mask).to(tl.float32)
         if SCALED:
             gradient = gradient * tl.load(scale_at)
-        _step(high_at + at, low_at + at, mean_at + at, square_at + at, gradient, here, keep, rate, root, beta1, beta2,
+        _step(high_at + at, low_at + at, mean_at + at, square_at + at, gradient, mask, keep, rate, root, beta1, beta2,
               eps)  # fmt: skip
 
     @triton.jit
@@ -116,14 +116,14 @@ if triton is not None:
         start = tl.multiple_of(tl.load(place + 1), BLOCK)
         row = layout + tensor * 4
         at = start + tl.arange(0, BLOCK)
-        here = at < tl.load(row)
+        mask = at < tl.load(row)
         high, source = tl.load(pointers + tensor * 2), tl.load(pointers + tensor * 2 + 1)
         if ALIGNED:
             high, source = tl.multiple_of(high, 16), tl.multiple_of(source, 16)
         if HALF:
-            gradient = tl.load(source.to(tl.pointer_type(tl.bfloat16)) + at, here).to(tl.float32)
+            gradient = tl.load(source.to(tl.pointer_type(tl.bfloat16)) + at, mask).to(tl.float32)
         else:
-            gradient = tl.load(source.to(tl.pointer_type(tl.float32)) + at, here)
+            gradient = tl.load(source.to(tl.pointer_type(tl.float32)) + at, mask)
         if SCALED:
             gradient = gradient * tl.load(scale_at)
         low = blob + tl.multiple_of(tl.load(row + 1), 64)
@@ -131,22 +131,22 @@ if triton is not None:
         square = blob + tl.multiple_of(tl.load(row + 3), 64)
         _step(
             high.to(tl.pointer_type(tl.int16)) + at, low.to(tl.pointer_type(tl.int16)) + at,
-            mean.to(tl.pointer_type(tl.float32)) + at, square.to(tl.pointer_type(tl.float32)) + at, gradient, here,
+            mean.to(tl.pointer_type(tl.float32)) + at, square.to(tl.pointer_type(tl.float32)) + at, gradient, mask,
             keep, rate, root, beta1, beta2, eps,
         )  # fmt: skip
 
     @triton.jit
-    def _step(high_at, low_at, mean_at, square_at, gradient, here, keep, rate, root, beta1, beta2, eps):
-        upper = tl.load(high_at, here).to(tl.int32) << 16
-        weight = (upper + tl.load(low_at, here).to(tl.int32)).to(tl.float32, bitcast=True)
-        mean = tl.load(mean_at, here)
-        square = tl.load(square_at, here)
+    def _step(high_at, low_at, mean_at, square_at, gradient, mask, keep, rate, root, beta1, beta2, eps):
+        upper = tl.load(high_at, mask).to(tl.int32) << 16
+        weight = (upper + tl.load(low_at, mask).to(tl.int32)).to(tl.float32, bitcast=True)
+        mean = tl.load(mean_at, mask)
+        square = tl.load(square_at, mask)
         mean = beta1 * mean + (1 - beta1) * gradient
         square = beta2 * square + (1 - beta2) * gradient * gradient
         weight = weight * keep - rate * mean / (tl.sqrt(square) / root + eps)
         rounded = weight.to(tl.bfloat16).to(tl.int16, bitcast=True)
         rest = weight.to(tl.int32, bitcast=True) - (rounded.to(tl.int32) << 16)
-        tl.store(high_at, rounded, here)
-        tl.store(low_at, tl.minimum(rest, 32767).to(tl.int16), here)
-        tl.store(mean_at, mean, here)
-        tl.store(square_at, square, here)
+        tl.store(high_at, rounded, mask)
+        tl.store(low_at, tl.minimum(rest, 32767).to(tl.int16), mask)
+        tl.store(mean_at, mean, mask)
+        tl.store(square_at, square, mask)
