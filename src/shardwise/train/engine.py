@@ -160,7 +160,8 @@ class Engine:
         self, built: torch.optim.Optimizer, values: dict[str, torch.Tensor]
     ) -> OffloadedOptimizer:
         """The same optimizer with its states (at stage 3, parameters too) placed by the config."""
-        config, world = self.config, self.world
+        config = self.config
+        world = self.world
         disk = None
         if "disk" in (config.offload.optimizer, config.offload.parameters):
             disk = DiskFolder(

@@ -1,8 +1,8 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 """AdamW on masters in two halves (optim/split_master.py), fused: one pass and one launch.
 
-The reference is `join`, the rule, `split_`; that takes some 25 launches and four times the memory traffic, which is
-felt on a GPU that computes the backward at the same time.
+The reference is `join`, the rule, `split_`; that takes some 25 launches and four times the memory traffic, which slows
+down a backward running at the same time.
 """
 
 from __future__ import annotations
@@ -39,17 +39,26 @@ def split_adamw(
         return
     count = high.numel()
     _split_adamw[(triton.cdiv(count, BLOCK),)](
-        high.view(torch.int16), low, gradient, mean, square, gradient if scale is None else scale, count,
-        *_numbers(hyper), scale is not None, BLOCK,
-    )  # fmt: skip
+        high.view(torch.int16),
+        low,
+        gradient,
+        mean,
+        square,
+        gradient if scale is None else scale,
+        count,
+        *_scalars(hyper),
+        scale is not None,
+        BLOCK,
+    )
 
 
-def _numbers(hyper: Hyper) -> tuple[float, ...]:
+def _scalars(hyper: Hyper) -> tuple[float, ...]:
+    """Arguments keep, rate, root, beta1, beta2 and eps of the kernels."""
     beta1, beta2 = hyper.betas
-    return (
-        1 - hyper.lr * hyper.weight_decay, hyper.lr / (1 - beta1**hyper.step), math.sqrt(1 - beta2**hyper.step),
-        beta1, beta2, hyper.eps,
-    )  # fmt: skip
+    keep = 1 - hyper.lr * hyper.weight_decay
+    rate = hyper.lr / (1 - beta1**hyper.step)
+    root = math.sqrt(1 - beta2**hyper.step)
+    return keep, rate, root, beta1, beta2, hyper.eps
 
 
 def split_adamw_together(
@@ -62,15 +71,24 @@ def split_adamw_together(
 ) -> None:
     """The same for many tensors on one GPU in one launch; gradients are all bf16 or all fp32, and contiguous.
 
-    `layout` says for each where in the blob's bytes its low half and moments lie: rows (elements, low, mean, square).
+    `layout` has a row for each tensor: its number of elements, and the byte offsets of low half, mean and square in
+    `blob`.
     """
     pointers, aligned = addresses(highs, gradients)
     where = places(tuple(high.numel() for high in highs), BLOCK, blob.device)
     with torch.cuda.device(blob.device):
         _split_adamw_together[(len(where),)](
-            blob, where, layout, pointers, blob if scale is None else scale, *_numbers(hyper), scale is not None,
-            gradients[0].dtype == torch.bfloat16, aligned, BLOCK,
-        )  # fmt: skip
+            blob,
+            where,
+            layout,
+            pointers,
+            blob if scale is None else scale,
+            *_scalars(hyper),
+            scale is not None,
+            gradients[0].dtype == torch.bfloat16,
+            aligned,
+            BLOCK,
+        )
 
 
 def split_adamw_reference(
