@@ -13,7 +13,7 @@ from support.starts import checkpoint, chosen
 
 from shardwise.checkpoint.copies import NoMemoryCheckpoints
 from shardwise.core.errors import UserError
-from shardwise.train.resume import find_start, records, told
+from shardwise.train.resume import damage_records, damage_warnings, find_start
 
 
 class Memory(NoMemoryCheckpoints):
@@ -68,9 +68,9 @@ def test_a_copy_in_memory_counts_as_a_checkpoint(tmp_path: Path, group: dist.Pro
     between = find_start("auto", tmp_path, memory, group)
     assert memory.asked == [6, 2] and between.place == "the copy of step 5 in memory"
     assert names(tmp_path) == ["damaged-step-00000006", "step-00000002"]
-    (line,) = told(between, 5)
+    (line,) = damage_warnings(between, 5)
     assert "part-0 is missing" in line and "from the copy of step 5 in memory: 1 step is lost and done again" in line
-    (record,) = records(between, 5)
+    (record,) = damage_records(between, 5)
     assert record["kind"] == "damaged" and record["lost_steps"] == 1 and record["from"] == between.place
 
 

@@ -26,7 +26,7 @@ from shardwise.data.loader import IGNORE, Loader, StepBatch
 from shardwise.data.mixing import passes_per_epoch
 from shardwise.data.prefetcher import Prefetcher
 from shardwise.nn.objective import sum_by_source
-from shardwise.train.heldout import summed_losses
+from shardwise.train.heldout import Rounds, summed_losses
 
 
 @dataclass(frozen=True)
@@ -282,8 +282,8 @@ def test_evaluation_reads_every_document_once(
         objective.figures = ()  # type: ignore[attr-defined]
         counted: list[torch.Tensor] = []
         sums = summed_losses(
-            None, objective, stores.loader([stream(folder, count)], packing), micro, torch.device("cpu"),  # type: ignore[arg-type]
-            rank, ranks, counted.append, lambda batches, f=objective: [f(None, b) for b in batches], together,
+            None, objective, stores.loader([stream(folder, count)], packing), Rounds(micro, rank, ranks, together),  # type: ignore[arg-type]
+            torch.device("cpu"), counted.append, lambda batches, f=objective: [f(None, b) for b in batches],
         )  # fmt: skip
         for batch in calls[: len(counted)]:
             found += seen(batch)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from shardwise.nn.kernels.multi_tensor_norm import norm_of_all
-from shardwise.optim.codecs import FIRST, SECOND
+from shardwise.optim.codecs import FIRST, SECOND, StoredState
 from shardwise.optim.kernels.split_adamw import split_adamw, split_adamw_reference, split_adamw_together
 from shardwise.optim.rules import Hyper
 from shardwise.optim.split_master import join, split_
@@ -55,8 +55,8 @@ def test_coded_adamw_on_split_masters(kind: str, shape: tuple[int, int]) -> None
     ]
     for step in range(1, 4):
         hyper = Hyper(1e-3, (0.9, 0.95), 1e-8, 0.1, step)
-        fused.adamw(high, gradient, *both[0], codecs, (11, 12), 640, hyper, low, scale)
-        fused.adamw(master, gradient.float() * 0.5, *both[1], codecs, (11, 12), 640, hyper)
+        fused.adamw(high, gradient, *map(StoredState, codecs, both[0], (11, 12)), 640, hyper, low, scale)
+        fused.adamw(master, gradient.float() * 0.5, *map(StoredState, codecs, both[1], (11, 12)), 640, hyper)
     torch.testing.assert_close(join(high, low), master, rtol=1e-6, atol=1e-8)
     for ours, plain in zip(*both, strict=True):
         for name in ours:

@@ -11,7 +11,7 @@ from support import optimizers, scenarios
 from support.ranks import run_ranks
 from support.tiny import LLAMA, tiny_run, tokenizer_folder
 
-from shardwise.optim.codecs import FIRST, SECOND, mix
+from shardwise.optim.codecs import FIRST, SECOND, StoredState, mix
 from shardwise.optim.rules import RULES, Hyper
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -43,7 +43,8 @@ def test_the_kernel_is_the_plain_path(kind: str, shape: tuple[int, int]) -> None
     for step in range(1, 6):
         grad = torch.randn(shape, device="cuda") * torch.rand(shape[0], 1, device="cuda") ** 4
         hyper, seeds = Hyper(1e-2, (0.9, 0.95), 1e-8, 0.1, step), (mix(step, 0), mix(step, 1))
-        fused.adamw(ours, grad, parts[0], parts[1], codecs, seeds, 1 << 40, hyper)
+        mean, square = map(StoredState, codecs, parts, seeds)
+        fused.adamw(ours, grad, mean, square, 1 << 40, hyper)
         plain(theirs, grad, reference, codecs, seeds, 1 << 40, hyper)
     off = [(a["codes"] != b["codes"]).float().mean().item() for a, b in zip(parts, reference, strict=True)]
     print(f"\n{kind} {shape}: parameters {(ours - theirs).abs().max():.1e}, share of codes that differ {off}")
@@ -63,9 +64,10 @@ def test_speed_of_the_kernel() -> None:
     for kind in ("8bit", "4bit"):
         codecs = FIRST[kind], SECOND[kind]
         parts = [empty(codec, shape) for codec in codecs]
+        moments = list(map(StoredState, codecs, parts, (1, 2)))
         times = {}
         for name, run in {
-            "kernel": lambda c=codecs, p=parts: fused.adamw(param, grad, p[0], p[1], c, (1, 2), 0, hyper),
+            "kernel": lambda m=moments: fused.adamw(param, grad, *m, 0, hyper),
             "plain": lambda c=codecs, p=parts: plain(param, grad, p, c, (1, 2), 0, hyper),
         }.items():
             for _ in range(3):

@@ -16,7 +16,7 @@ def guard_of(tmp_path: Path) -> LossGuard:
     world: Any = SimpleNamespace(is_main=True)
     guard = LossGuard(Settings(spike=6.0), world, tmp_path, scaled=False)
     for step in range(FEWEST):  # a deviation of 0.1 around 2, over 1,000 tokens a step
-        assert guard._leap(2.1 if step % 2 else 1.9, 1000) == ""
+        assert guard._spike(2.1 if step % 2 else 1.9, 1000) == ""
     return guard
 
 
@@ -26,4 +26,4 @@ def guard_of(tmp_path: Path) -> LossGuard:
 )
 def test_a_step_of_few_tokens_may_scatter_more(tmp_path: Path, loss: float, units: int, leaps: bool) -> None:
     """Six deviations; a mean over a tenth of the tokens has √10 times the deviation."""
-    assert bool(guard_of(tmp_path)._leap(loss, units)) is leaps
+    assert bool(guard_of(tmp_path)._spike(loss, units)) is leaps

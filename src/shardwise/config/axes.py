@@ -5,6 +5,8 @@ Settings that do not combine with an axis are in the table of `config/combinatio
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
 
@@ -70,47 +72,95 @@ def torch_version() -> tuple[int, int]:
     return int(major), int(minor)
 
 
+@dataclass(frozen=True)
+class _ModelAxes:
+    """The sizes that the rules compare; None where the model's config does not name them."""
+
+    parallel: Parallel
+    config: Any
+    ranks: int | None
+    heads: int | None
+    layers: int | None
+    experts: int | None
+
+
 def check_model_axes(run: Run, config: Any, ranks: int | None = None) -> None:
     """Checks the axes against the model's config: attention heads, blocks and experts they must divide."""
-    parallel = run.parallel
-    if not parallel.beyond_data:
+    if not run.parallel.beyond_data:
         return
     text = config.get_text_config(decoder=True)
     heads, layers, experts = (first_of(text, names) for names in (HEADS, LAYERS, EXPERTS))
-    if parallel.context > 1 and config.is_encoder_decoder:
-        problem = "encoder–decoder models have two sequences, and attention across them"
-        raise UserError("parallel.context", parallel.context, problem, "use tensor or pipeline instead")
-    for name in ("tensor", "context"):
-        size = getattr(parallel, name)
-        divides = name == "tensor" or parallel.context_kind == "ulysses"
-        local = (heads or 0) // (parallel.tensor if name == "context" else 1)
-        if size > 1 and heads and divides and local % size:
-            kind = "" if name == "tensor" else " (ulysses)"
-            problem = f"does not divide the model's {local} attention heads{kind}"
-            legal = [n for n in near_divisors(local, size, 9) if not ranks or ranks % n == 0] if local else [1]
-            remedy = f"use one of {legal}" + (", or context_kind: ring" if name == "context" else "")
-            raise UserError(f"parallel.{name}", size, problem, remedy)
-    if parallel.expert > 1:
-        if not experts:
-            problem = f"{config.model_type} is a dense model: it has no experts"
-            raise UserError("parallel.expert", parallel.expert, problem, "leave it out")
-        if experts % parallel.expert:
-            problem = f"does not divide the model's {experts} experts"
-            raise UserError(
-                "parallel.expert", parallel.expert, problem, f"use one of {near_divisors(experts, parallel.expert)}"
-            )
-    stages = parallel.pipeline * (
-        (parallel.virtual_stages or 2) if parallel.pipeline_schedule in ("interleaved", "zbv") else 1
-    )
     if config.is_encoder_decoder and layers:
         layers += first_of(config, ("encoder_layers", "num_layers")) or 0
-    if parallel.pipeline > 1 and layers and stages > layers:
-        problem = f"makes {stages} stages of a model with {layers} blocks"
-        limit = max(1, layers * parallel.pipeline // stages)
+    model = _ModelAxes(run.parallel, config, ranks, heads, layers, experts)
+    for check in MODEL_CHECKS:
+        check(model)
+
+
+def _one_sequence(model: _ModelAxes) -> None:
+    if model.parallel.context > 1 and model.config.is_encoder_decoder:
+        problem = "encoder–decoder models have two sequences, and attention across them"
+        raise UserError("parallel.context", model.parallel.context, problem, "use tensor or pipeline instead")
+
+
+def _tensor_divides_heads(model: _ModelAxes) -> None:
+    if model.heads:
+        _check_heads(model, "tensor", model.heads)
+
+
+def _context_divides_heads(model: _ModelAxes) -> None:
+    if model.heads and model.parallel.context_kind == "ulysses":
+        _check_heads(model, "context", model.heads // model.parallel.tensor)
+
+
+def _check_heads(model: _ModelAxes, axis: str, heads: int) -> None:
+    size = getattr(model.parallel, axis)
+    if heads % size == 0:
+        return
+    ranks = model.ranks
+    valid = [n for n in near_divisors(heads, size, 9) if not ranks or ranks % n == 0]
+    problem = f"does not divide the model's {heads} attention heads"
+    remedy = f"use one of {valid}"
+    if axis == "context":
+        problem += " (ulysses)"
+        remedy += ", or context_kind: ring"
+    raise UserError(f"parallel.{axis}", size, problem, remedy)
+
+
+def _expert_divides_experts(model: _ModelAxes) -> None:
+    size = model.parallel.expert
+    if size == 1:
+        return
+    if not model.experts:
+        problem = f"{model.config.model_type} is a dense model: it has no experts"
+        raise UserError("parallel.expert", size, problem, "leave it out")
+    if model.experts % size:
+        problem = f"does not divide the model's {model.experts} experts"
+        raise UserError("parallel.expert", size, problem, f"use one of {near_divisors(model.experts, size)}")
+
+
+def _stages_have_blocks(model: _ModelAxes) -> None:
+    parallel = model.parallel
+    stages = parallel.pipeline
+    if parallel.pipeline_schedule in ("interleaved", "zbv"):
+        stages *= parallel.virtual_stages or 2
+    if parallel.pipeline > 1 and model.layers and stages > model.layers:
+        problem = f"makes {stages} stages of a model with {model.layers} blocks"
+        limit = max(1, model.layers * parallel.pipeline // stages)
         raise UserError("parallel.pipeline", parallel.pipeline, problem, f"use {limit} or less")
 
 
+MODEL_CHECKS: tuple[Callable[[_ModelAxes], None], ...] = (
+    _one_sequence,
+    _tensor_divides_heads,
+    _context_divides_heads,
+    _expert_divides_experts,
+    _stages_have_blocks,
+)
+
+
 def first_of(config: Any, names: tuple[str, ...]) -> int | None:
+    """The first of these attributes of a config that is a non-zero integer; None if there is none."""
     return next((value for name in names if isinstance(value := getattr(config, name, None), int) and value), None)
 
 

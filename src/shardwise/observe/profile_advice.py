@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from rich.console import Console
@@ -16,75 +17,163 @@ from shardwise.observe.profile import REST, StepProfile
 class Speed:
     """Measurements of the slowest rank, and of all ranks together."""
 
-    seconds: float  # a step
-    tokens: int  # of a step, over all ranks
+    seconds: float  # per step
+    tokens: int  # per step, over all ranks
     mfu: float | None
-    memory: int | None  # bytes at the peak, of the fullest rank; of a GPU
-    room: int | None  # that it has
+    memory: int | None  # peak GPU bytes of the fullest rank; None on a CPU
+    room: int | None  # bytes of GPU memory; None on a CPU
     device: str
     ranks: int
-    rank: int  # the slowest
+    rank: int  # the slowest one
     profile: StepProfile
-    told: list[str] = field(default_factory=list)  # what was chosen at the start, by measurement
+    told: list[str] = field(default_factory=list)  # settings chosen by measurement at the start
 
     @property
     def tokens_per_second(self) -> float:
+        """Throughput of all ranks together."""
         return self.tokens / self.seconds
 
 
 def advise(run: Run, speed: Speed) -> list[str]:
     """Suggestions from the measurements, the largest gain first."""
-    profile = speed.profile
-    step_seconds = speed.profile.whole or 1.0
-    share = {kind: seconds / step_seconds for kind, seconds in profile.exposed.items()}
-    idle = max(0.0, 1 - (profile.whole - profile.idle) / speed.seconds) if speed.device != "CPU" else 0.0
-    cuda = run.device == "cuda"
-    advice = []
-    if cuda and not run.compiled and share.get(REST, 0) > 0.12:
-        advice.append(
-            (share[REST] / 2, f"compile: true fuses norms and elementwise work, {share[REST]:.0%} of the step")
-        )
-    if idle > 0.1:
-        remedy_text = "a larger micro_batch_size" + ("" if run.compiled else ", or compile: true,")
-        advice.append(
-            (idle, f"the GPU waits for the host {idle:.0%} of the time: {remedy_text} gives it longer kernels")
-        )
-    if (part := share.get("communication", 0)) > 0.1:
-        remedies = ["a larger micro_batch_size or more accumulation"]
-        remedies += ["zero: 2, if the weights fit"] if run.parallel.zero == 3 else []
-        remedies += ["parallel.hpz_size within a node"] if run.parallel.zero == 3 and speed.ranks > 1 else []
-        advice.append((part, f"communication that nothing hides takes {part:.0%}: {', '.join(remedies)}"))
-    summed = profile.sent.get("reductions", [0.0, 0.0])[1] / step_seconds
-    spread = run.parallel
-    if summed > 0.1 and spread.reduce_dtype == "fp32" and spread.zero >= 2 and not spread.quantize_gradients:
-        gain = f"half of the {summed:.0%} that reductions take with nothing beside them"
-        advice.append((summed / 2, f"parallel.reduce_dtype: bf16 would save up to {gain}, and round the sums to it"))
-    if cuda and (part := share.get("copies", 0)) > 0.1:
-        advice.append((part, f"copies that nothing hides take {part:.0%}: offload less, or compute more tokens a step"))
-    if (part := share.get("optimizer", 0)) > 0.12:
-        advice.append((part / 2, f"the update takes {part:.0%}: more tokens a step (train.batch_size) spread its cost"))
-    free = 1 - (speed.memory or 0) / speed.room if speed.room else 0.0
-    if not cuda and (waits := profile.idle / step_seconds) > 0.25:
-        remedy = "more micro-batches make a pipeline's bubble smaller" if run.parallel.pipeline > 1 else (
-            "a larger micro_batch_size gives operators more to do")  # fmt: skip
-        advice.append((waits, f"Python, and waiting for other ranks, take {waits:.0%}: {remedy}"))
-    if cuda and run.recompute == "full" and free > 0.3:
-        advice.append(
-            (0.2, f"{free:.0%} of the memory is free: recompute: auto keeps what fits instead of computing it twice")
-        )
-    elif cuda and free > 0.5 and run.train.batch_size > int(run.train.micro_batch_size) * speed.ranks:
-        advice.append(
-            (0.05, f"{free:.0%} of the memory is free: a larger train.micro_batch_size makes larger products")
-        )
-    products = share.get("products", 0)
-    if cuda and products > 0.5 and run.fp8.recipe == "none" and run.precision == "bf16":
-        from shardwise.config.resolve import _has_fp8
+    step = _Step(run, speed)
+    suggestions = [suggestion for rule in RULES if (suggestion := rule(step)) is not None]
+    return [text for _, text in sorted(suggestions, key=lambda suggestion: -suggestion[0])]
 
-        if _has_fp8(this_machine()):
-            full = run.method.type == "full"
-            remedy_text = "precision: fp8 with compile: true" if full else "method: {type: qlora, bits: fp8}"
-            advice.append((products / 3, f"products take {products:.0%}: {remedy_text} makes them in 8 bits"))
-    return [text for _, text in sorted(advice, key=lambda item: -item[0])]
+
+Suggestion = tuple[float, str]  # the share of the step that it may save, and the text
+
+
+@dataclass(frozen=True)
+class _Step:
+    """A profiled step as the rules see it: shares of its time and memory."""
+
+    run: Run
+    speed: Speed
+
+    @property
+    def seconds(self) -> float:
+        return self.speed.profile.whole or 1.0
+
+    @property
+    def cuda(self) -> bool:
+        return self.run.device == "cuda"
+
+    @property
+    def free_memory(self) -> float:
+        if not self.speed.room:
+            return 0.0
+        return 1 - (self.speed.memory or 0) / self.speed.room
+
+    def share(self, kind: str) -> float:
+        """Share of the step in which nothing runs beside this kind of work."""
+        return self.speed.profile.exposed.get(kind, 0) / self.seconds
+
+
+def _fuse_elementwise(step: _Step) -> Suggestion | None:
+    share = step.share(REST)
+    if not step.cuda or step.run.compiled or share <= 0.12:
+        return None
+    return share / 2, f"compile: true fuses norms and elementwise work, {share:.0%} of the step"
+
+
+def _feed_the_gpu(step: _Step) -> Suggestion | None:
+    speed = step.speed
+    if speed.device == "CPU":
+        return None
+    idle = max(0.0, 1 - (speed.profile.whole - speed.profile.idle) / speed.seconds)
+    if idle <= 0.1:
+        return None
+    remedy = "a larger micro_batch_size"
+    if not step.run.compiled:
+        remedy += ", or compile: true,"
+    return idle, f"the GPU waits for the host {idle:.0%} of the time: {remedy} gives it longer kernels"
+
+
+def _communicate_less(step: _Step) -> Suggestion | None:
+    share = step.share("communication")
+    if share <= 0.1:
+        return None
+    remedies = ["a larger micro_batch_size or more accumulation"]
+    if step.run.parallel.zero == 3:
+        remedies.append("zero: 2, if the weights fit")
+        if step.speed.ranks > 1:
+            remedies.append("parallel.hpz_size within a node")
+    return share, f"communication that nothing hides takes {share:.0%}: {', '.join(remedies)}"
+
+
+def _reduce_in_bf16(step: _Step) -> Suggestion | None:
+    parallel = step.run.parallel
+    share = step.speed.profile.sent.get("reductions", [0.0, 0.0])[1] / step.seconds
+    if share <= 0.1 or parallel.reduce_dtype != "fp32" or parallel.zero < 2 or parallel.quantize_gradients:
+        return None
+    gain = f"half of the {share:.0%} that reductions take with nothing beside them"
+    return share / 2, f"parallel.reduce_dtype: bf16 would save up to {gain}, and round the sums to it"
+
+
+def _copy_less(step: _Step) -> Suggestion | None:
+    share = step.share("copies")
+    if not step.cuda or share <= 0.1:
+        return None
+    return share, f"copies that nothing hides take {share:.0%}: offload less, or compute more tokens a step"
+
+
+def _update_less_often(step: _Step) -> Suggestion | None:
+    share = step.share("optimizer")
+    if share <= 0.12:
+        return None
+    return share / 2, f"the update takes {share:.0%}: more tokens a step (train.batch_size) spread its cost"
+
+
+def _wait_less(step: _Step) -> Suggestion | None:
+    share = step.speed.profile.idle / step.seconds
+    if step.cuda or share <= 0.25:
+        return None
+    remedy = "a larger micro_batch_size gives operators more to do"
+    if step.run.parallel.pipeline > 1:
+        remedy = "more micro-batches make a pipeline's bubble smaller"
+    return share, f"Python, and waiting for other ranks, take {share:.0%}: {remedy}"
+
+
+def _use_free_memory(step: _Step) -> Suggestion | None:
+    if not step.cuda:
+        return None
+    train = step.run.train
+    free = step.free_memory
+    if step.run.recompute == "full" and free > 0.3:
+        remedy = "recompute: auto keeps what fits instead of computing it twice"
+        return 0.2, f"{free:.0%} of the memory is free: {remedy}"
+    if free > 0.5 and train.batch_size > int(train.micro_batch_size) * step.speed.ranks:
+        return 0.05, f"{free:.0%} of the memory is free: a larger train.micro_batch_size makes larger products"
+    return None
+
+
+def _multiply_in_fp8(step: _Step) -> Suggestion | None:
+    from shardwise.config.resolve import _has_fp8
+
+    run = step.run
+    share = step.share("products")
+    if not step.cuda or share <= 0.5 or run.fp8.recipe != "none" or run.precision != "bf16":
+        return None
+    if not _has_fp8(this_machine()):
+        return None
+    full = run.method.type == "full"
+    remedy = "precision: fp8 with compile: true" if full else "method: {type: qlora, bits: fp8}"
+    return share / 3, f"products take {share:.0%}: {remedy} makes them in 8 bits"
+
+
+# Suggestions of equal gain stay in this order.
+RULES: tuple[Callable[[_Step], Suggestion | None], ...] = (
+    _fuse_elementwise,
+    _feed_the_gpu,
+    _communicate_less,
+    _reduce_in_bf16,
+    _copy_less,
+    _update_less_often,
+    _wait_less,
+    _use_free_memory,
+    _multiply_in_fp8,
+)
 
 
 def show_profile(speed: Speed, advice: list[str], console: Console) -> None:

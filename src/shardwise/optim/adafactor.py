@@ -1,7 +1,7 @@
-"""Adafactor over sharded parameters: the second moments of a matrix as one number per row and one per column.
+"""Adafactor over sharded parameters: a matrix's second moments are one number per row and one per column.
 
-The rule of torch.optim.Adafactor without its scaling by the parameter's own size, so that `learning_rate` means what it
-means to AdamW: decay 1 - step^-0.8, updates clipped to a root mean square of 1, no first moment.
+The rule of torch.optim.Adafactor without scaling by the parameter's size, so that `learning_rate` means the same as for
+AdamW: decay 1 - step^-0.8, updates clipped to a root mean square of 1, no first moment.
 
 A matrix is sharded by rows: sums over a row are local, sums over a column and over the full matrix are not. Each step
 reduces two buffers over the shard group: the column sums of all matrices, then the size of all updates.
@@ -25,12 +25,12 @@ from shardwise.optim.shards import division_of, local_grad, local_of, new_step, 
 
 DECAY = -0.8
 CLIP = 1.0
-PIECE = 1 << 23  # elements of an update held at a time
+PIECE = 1 << 23  # elements of an update in memory at a time
 
 
 @dataclass
 class FactoredWork:
-    """A parameter in the middle of a step: its local rows, the inverse root of its second moment in factors."""
+    """A parameter in the middle of a step; `factors` are the inverse root of its second moment."""
 
     parameter: Tensor
     group: dict[str, Any]
@@ -44,8 +44,8 @@ class FactoredWork:
         return local_grad(self.parameter)
 
     @property
-    def spread(self) -> bool:
-        """Whether column sums have parts on other ranks; of a stack of matrices each lies full on one rank."""
+    def is_matrix(self) -> bool:
+        """Whether column sums span ranks; each matrix of a stack is full on one rank."""
         return self.parameter.ndim == 2
 
 
@@ -80,24 +80,22 @@ class Adafactor(torch.optim.Optimizer):
                 state["variance"] = zeros_beside(parameter, shape)
             else:
                 state["row"] = zeros_beside(parameter, shape[:-1])
-                device = local_of(parameter).device
-                state["column"] = (
-                    torch.zeros(shape[-1], device=device)
-                    if len(shape) == 2
-                    else zeros_beside(parameter, (*shape[:-2], shape[-1]))
-                )
+                if len(shape) == 2:
+                    state["column"] = torch.zeros(shape[-1], device=local_of(parameter).device)
+                else:
+                    state["column"] = zeros_beside(parameter, (*shape[:-2], shape[-1]))
         state["step"] += 1
         return FactoredWork(parameter, group, state, count_of(state["step"]) ** DECAY)
 
 
 def _step(work: Sequence[FactoredWork], group: dist.ProcessGroup | None) -> None:
-    matrices = [w for w in work if w.spread]
-    columns = _summed([torch.linalg.vector_norm(w.grad, dim=0).square_() for w in matrices], group)
-    for entry, column in zip(matrices, columns, strict=True):
+    matrices = [entry for entry in work if entry.is_matrix]
+    local_sums = [torch.linalg.vector_norm(entry.grad, dim=0).square_() for entry in matrices]
+    for entry, column in zip(matrices, _summed(local_sums, group), strict=True):
         entry.state["column"].lerp_(column / entry.parameter.shape[0], entry.rate)
     for entry in work:
         entry.factors = _factors(entry)
-    squares = _summed([_size(w) for w in work], group)
+    squares = _summed([_size(entry) for entry in work], group)
     for entry, square in zip(work, squares, strict=True):
         _apply(entry, square)
 
@@ -114,9 +112,9 @@ def _factors(work: FactoredWork) -> tuple[Tensor, ...]:
     row = local_of(state["row"])
     column = local_of(state["column"])
     row.lerp_(torch.linalg.vector_norm(grad, dim=-1).square_().div_(grad.size(-1)), work.rate)
-    if not work.spread:
+    if not work.is_matrix:
         column.lerp_(torch.linalg.vector_norm(grad, dim=-2).square_().div_(grad.size(-2)), work.rate)
-    # The mean over rows is the mean over columns, of which every rank has all. Row means are compared with eps², as
+    # The mean over rows equals the mean over columns, and every rank has all columns. Row means are clamped at eps², as
     # second moments are; the column factor is relative to the mean, and 0 only if the column never had a gradient.
     mean = column.mean(-1, keepdim=True).clamp_(min=1e-38)
     by_row = row.clamp(min=eps * eps).rsqrt_().unsqueeze(-1)
@@ -126,13 +124,14 @@ def _factors(work: FactoredWork) -> tuple[Tensor, ...]:
 
 def _updates(work: FactoredWork) -> Iterator[tuple[slice, Tensor]]:
     """The local update, unclipped, some rows at a time to bound memory."""
-    grad, (first, *others) = work.grad, work.factors
+    grad = work.grad
+    first, *others = work.factors
     rows = max(1, PIECE // max(1, columns(grad.shape)))
     for top in range(0, grad.shape[0], rows):
         rows_slice = slice(top, top + rows)
         update = grad[rows_slice] * first[rows_slice]
         for other in others:
-            update.mul_(other if work.spread else other[rows_slice])
+            update.mul_(other if work.is_matrix else other[rows_slice])
         yield rows_slice, update
 
 

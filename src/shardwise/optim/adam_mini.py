@@ -1,8 +1,8 @@
-"""Adam with one second moment for each row instead of each element: half of AdamW's state, and no communication.
+"""Adam with one second moment per row instead of per element: half of AdamW's state, and no communication.
 
-A block (what shares a second moment) is a vector along the last dim: the weights of one output of a linear layer, one
-token of an embedding. That is finer than Adam-mini's own blocks (a head of the queries and keys; a row elsewhere), and
-every row lies whole on one rank. In vectors (norms, biases) each element is a block, as in Adam.
+A block (the elements that share a second moment) is a vector along the last dim: the weights of one output of a linear
+layer, one token of an embedding. That is finer than Adam-mini's own blocks (a head of queries and keys; a row
+elsewhere), and no row is sharded. In vectors (norms, biases) each element is a block, as in Adam.
 """
 
 from __future__ import annotations
@@ -45,7 +45,9 @@ class AdamMini(Grouped):
             state["exp_avg"] = zeros_beside(parameter, parameter.shape)
             state["exp_avg_sq"] = zeros_beside(parameter, shape)
         state["step"] += 1
-        step, (beta1, beta2), rate = count_of(state["step"]), group["betas"], group["lr"]
+        step = count_of(state["step"])
+        beta1, beta2 = group["betas"]
+        rate = group["lr"]
         param = local_of(parameter)
         grad = local_grad(parameter)
         mean = local_of(state["exp_avg"])
@@ -53,11 +55,12 @@ class AdamMini(Grouped):
         if not param.numel():
             return
         mean.lerp_(grad, 1 - beta1)
-        energy = (
-            grad.square() if grad.ndim < 2 else torch.linalg.vector_norm(grad, dim=-1).square_().div_(grad.size(-1))
-        )
-        square.lerp_(energy, 1 - beta2)
+        is_vector = grad.ndim < 2
+        if is_vector:
+            mean_square = grad.square()
+        else:
+            mean_square = torch.linalg.vector_norm(grad, dim=-1).square_().div_(grad.size(-1))
+        square.lerp_(mean_square, 1 - beta2)
         root = (square / (1 - beta2**step)).sqrt_().add_(group["eps"])
-        rows = root if grad.ndim < 2 else root.unsqueeze(-1)
         param.mul_(1 - rate * group["weight_decay"])
-        param.addcdiv_(mean, rows, value=-rate / (1 - beta1**step))
+        param.addcdiv_(mean, root if is_vector else root.unsqueeze(-1), value=-rate / (1 - beta1**step))

@@ -1,7 +1,7 @@
 """Builds an optimizer over sharded fp32 masters from the config; norms and biases are not decayed.
 
 Bytes of state per parameter: adamw 8 (bf16 4), adamw8bit 2.1, adamw4bit 1.1, adam-mini 4, lion and sgd 4 (bf16 2), muon
-4 for matrices and 8 for the rest, adafactor next to none.
+4 for matrices and 8 for the rest, adafactor almost none.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def decay_groups(
 
 
 def _by_mesh(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """Parameters sharded over different ranks (experts, and the rest) cannot be updated by one call."""
+    """Groups parameters by mesh: those sharded over different ranks (experts) cannot be updated by one call."""
     by_mesh: dict[Any, list[nn.Parameter]] = {}
     for parameter in parameters:
         by_mesh.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
@@ -51,7 +51,7 @@ def state_kind(train: Train) -> Kind:
 
 
 def build_optimizer(parameters: Mapping[str, nn.Parameter], train: Train, model: nn.Module) -> torch.optim.Optimizer:
-    """Returns the run's optimizer over the sharded fp32 masters; `model` tells which are embeddings and head."""
+    """Returns the run's optimizer over the sharded fp32 masters; muon finds embeddings and head in `model`."""
     rate = train.learning_rate
     betas = train.betas
     eps = train.eps

@@ -4,15 +4,15 @@
 that share an fp32 scale (the block's largest magnitude). No block crosses a row, and every part has as many rows as the
 tensor, so parts shard over ranks exactly as the parameter does and a checkpoint moves to any number of ranks bit for
 bit. Within a block, x = value / scale lies in [-1, 1] and is stored as a small float, made from the bits of the fp32
-number: shift away all but the leading bits of its mantissa. No table is searched.
+number: all but the leading bits of its mantissa are shifted away. No lookup table is needed.
 
-  first moment   sign and magnitude of x + c, less the code of c: zero is exact, near zero the levels are even and from
-                 there on each is a constant factor above the last. A plain linear scale would drown the small ones.
-  second moment  never stored as 0: what is smaller than the least level becomes the least level, because Adam divides
-                 by its root. That error makes a step shorter.
+  first moment   sign and magnitude of x + c, minus the code of c: zero is exact, levels near zero are linear, and
+                 beyond that each is a constant factor above the last. A linear scale would round small values to zero.
+  second moment  never stored as 0: values below the least level become the least level, because Adam divides by the
+                 root. That error makes a step shorter.
 
-Rounding is stochastic, with the mean right: a moving average with decay 0.999 changes by a thousandth a step, far less
-than the distance of two levels, and would never move again if rounded to the nearest. The noise is a hash of the seed
+Rounding is stochastic and unbiased: a moving average with decay 0.999 changes by a thousandth a step, far less than
+the distance of two levels, and would never change again if rounded to nearest. The noise is a hash of the seed
 and of the element's index in the full parameter, so it depends neither on how the parameter is sharded nor on how many
 elements are done at a time, and a run that resumes repeats it.
 
@@ -40,6 +40,15 @@ SIGN = -(2**31)  # the sign bit
 Kind = Literal["fp32", "bf16", "8bit", "4bit"]
 Parts = dict[str, Tensor]
 Layout = dict[str, tuple[tuple[int, ...], torch.dtype]]
+
+
+@dataclass
+class StoredState:
+    """A coded state: its codec, its parts, and the seed of its rounding."""
+
+    codec: Codec
+    parts: Parts
+    seed: int
 
 
 class Codec(Protocol):
@@ -173,10 +182,9 @@ class Blockwise:
     def shapes(self, shape: Sequence[int]) -> Layout:
         rows = shape[0]
         cols = columns(shape)
-        scales = (rows, -(-cols // self.block)), torch.float32
-        if self.bits == 8:
-            return {"codes": (tuple(shape), torch.int8 if self.signed else torch.uint8), "scales": scales}
-        return {"codes": ((rows, -(-cols // 2)), torch.uint8), "scales": scales}
+        codes = tuple(shape) if self.bits == 8 else (rows, -(-cols // 2))
+        dtype = torch.int8 if self.bits == 8 and self.signed else torch.uint8
+        return {"codes": (codes, dtype), "scales": ((rows, -(-cols // self.block)), torch.float32)}
 
     def decode(self, parts: Parts, shape: Sequence[int]) -> Tensor:
         rows = shape[0]
@@ -196,7 +204,8 @@ class Blockwise:
         rows = value.shape[0]
         cols = columns(value.shape)
         blocks = self._blocks(value.reshape(rows, cols))
-        scales = (blocks.abs() if self.signed else blocks).amax(-1).div_(self.peak)
+        magnitudes = blocks.abs() if self.signed else blocks
+        scales = magnitudes.amax(-1).div_(self.peak)
         parts["scales"].copy_(scales)
         x = blocks / scales.masked_fill(scales == 0, 1.0)[..., None]
         x = self._joined(x, rows, cols)
@@ -234,7 +243,9 @@ class Blockwise:
         if self.bits == 8:
             return codes.reshape(rows, cols).to(torch.int32)
         nibbles = torch.stack([codes & 15, codes >> 4], dim=-1).view(rows, -1)[:, :cols].to(torch.int32)
-        return (nibbles ^ 8).sub_(8) if self.signed else nibbles  # four bits in two's complement
+        if self.signed:
+            return (nibbles ^ 8).sub_(8)  # from four bits in two's complement
+        return nibbles
 
     def _pack(self, codes: Tensor, into: Tensor) -> None:
         if self.bits == 8:
@@ -247,7 +258,8 @@ class Blockwise:
         into.copy_(low | (high << 4))
 
 
-FP32, BF16 = Fp32(), Bf16()
+FP32 = Fp32()
+BF16 = Bf16()
 FIRST: dict[str, Codec] = {"fp32": FP32, "bf16": BF16, "8bit": Blockwise(8, 3, True), "4bit": Blockwise(4, 1, True)}
 SECOND: dict[str, Codec] = {"fp32": FP32, "bf16": BF16, "8bit": Blockwise(8, 3, False), "4bit": Blockwise(4, 0, False)}
 
@@ -256,7 +268,8 @@ def codec_of(kind: Kind, state: str, shape: Sequence[int]) -> Codec:
     """Returns the codec of a state, by the full shape of its parameter: vectors and small ones stay fp32."""
     if len(shape) < 2 or math.prod(shape) < SMALLEST:
         return FP32
-    return (SECOND if state == "exp_avg_sq" else FIRST)[kind]
+    codecs = SECOND if state == "exp_avg_sq" else FIRST
+    return codecs[kind]
 
 
 def part_name(state: str, part: str) -> str:

@@ -15,22 +15,13 @@ import torch
 from torch import Tensor
 
 from shardwise.core.effective_device import count_of, effective_device, stands_in
-from shardwise.optim.codecs import BLOCK, FP32, Blockwise, Codec, Kind, Parts, codec_of, columns, mix, part_name
+from shardwise.optim.codecs import BLOCK, FP32, Blockwise, Kind, StoredState, codec_of, mix, part_name
 from shardwise.optim.grouped import Grouped
 from shardwise.optim.rules import AdamW, Hyper, UpdateRule
 from shardwise.optim.shards import first_row, local_grad, local_of, new_step, zeros_beside
 
-# Elements at a time: on a GPU enough to keep it busy, at about 40 bytes of temporary memory each; on a CPU its cache.
+# Elements at a time, by device: enough to keep a GPU busy, at about 40 bytes of temporary memory each; a CPU's cache.
 PIECE = {"cuda": 1 << 23, "cpu": 1 << 20}
-
-
-@dataclass
-class StoredState:
-    """One state of a piece: its codec, its parts, and the seed of its rounding."""
-
-    codec: Codec
-    parts: Parts
-    seed: int
 
 
 @dataclass
@@ -59,13 +50,12 @@ class Elementwise(Grouped):
         eps: float = 1e-8,
         weight_decay: float = 0.0,
         seed: int = 0,
-        piece: int | None = None,
     ) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         self.rule = rule
         self.kind = kind
         self.seed = seed
-        self.piece = piece
+        self.piece: int | None = None  # elements at a time; None: by device
         self._numbers: dict[Tensor, int] = {}
 
     @torch.no_grad()
@@ -85,7 +75,7 @@ class Elementwise(Grouped):
                     pending = []
                     count = 0
                 pending.append(piece)
-                count = count + piece.param.numel()
+                count += piece.param.numel()
                 last = step
         if pending:
             self._run(pending, group, last)
@@ -114,20 +104,23 @@ class Elementwise(Grouped):
 
     def _run(self, pieces: list[ParameterPiece], group: dict[str, Any], step: int) -> None:
         hyper = Hyper(group["lr"], group["betas"], group["eps"], group["weight_decay"], step)
-        for piece in [p for p in pieces if self._fits_kernel(p)]:
-            self._run_kernel(piece, hyper)
-        pieces = [p for p in pieces if not self._fits_kernel(p)]
-        values: dict[str, list[Tensor]] = {}
-        for name in self.rule.states:
-            values[name] = [p.states[name].codec.decode(p.states[name].parts, p.param.shape) for p in pieces]
-        self.rule([p.param for p in pieces], [p.grad for p in pieces], values, hyper)
-        for name in self.rule.states:
-            for piece, value in zip(pieces, values[name], strict=True):
-                stored = piece.states[name]
-                stored.codec.encode(value, stored.parts, stored.seed, piece.offset)
+        plain: list[ParameterPiece] = []
+        for piece in pieces:
+            if self._fits_kernel(piece):
+                self._run_kernel(piece, hyper)
+            else:
+                plain.append(piece)
+        values: dict[str, list[Tensor]] = {name: [] for name in self.rule.states}
+        for piece in plain:
+            for name, stored in piece.states.items():
+                values[name].append(stored.codec.decode(stored.parts, piece.param.shape))
+        self.rule([piece.param for piece in plain], [piece.grad for piece in plain], values, hyper)
+        for index, piece in enumerate(plain):
+            for name, stored in piece.states.items():
+                stored.codec.encode(values[name][index], stored.parts, stored.seed, piece.offset)
 
     def _fits_kernel(self, piece: ParameterPiece) -> bool:
-        """Coded AdamW on a GPU is one kernel; Triton comes with PyTorch for CUDA."""
+        """Whether the fused kernel can update the piece: AdamW on coded states on a GPU."""
         coded = all(isinstance(stored.codec, Blockwise) for stored in piece.states.values())
         return (
             effective_device(piece.param) == "cuda"
@@ -140,15 +133,13 @@ class Elementwise(Grouped):
         if stands_in():
             piece.param.add_(piece.grad)
             return
-        from shardwise.optim.kernels import coded_adamw as fused
+        from shardwise.optim.kernels import coded_adamw as fused  # imports Triton
 
         first, second = (piece.states[name] for name in self.rule.states)
-        codecs: Any = first.codec, second.codec
-        seeds = first.seed, second.seed
-        fused.adamw(piece.param, piece.grad, first.parts, second.parts, codecs, seeds, piece.offset, hyper)
+        fused.adamw(piece.param, piece.grad, first, second, piece.offset, hyper)
 
     def _number(self, parameter: Tensor) -> int:
-        """A parameter's index among all; recounted if groups have changed since."""
+        """A parameter's index among all; counted anew if groups were added."""
         if parameter not in self._numbers:
             parameters = [p for group in self.param_groups for p in group["params"]]
             self._numbers = {p: number for number, p in enumerate(parameters)}
@@ -157,29 +148,36 @@ class Elementwise(Grouped):
     def _pieces(self, parameter: Tensor, step: int, limit: int) -> Iterator[ParameterPiece]:
         """The local shard, full rows at a time; a row longer than the limit is cut between blocks."""
         local = local_of(parameter)
-        rows, cols = (local.shape[0], columns(local.shape)) if local.ndim else (1, 1)
-        if not rows * cols:
+        if not local.numel():
             return
+        rows = local.shape[0] if local.ndim else 1
+        cols = local.numel() // rows
         param = local.view(rows, cols)
         grad = local_grad(parameter).reshape(rows, cols)
-        state = self.state[parameter]
-        number = self._number(parameter)
+        stored = self._stored(parameter, step, rows)
         first = first_row(parameter)
-        stored = {}
-        for place, name in enumerate(self.rule.states):
-            codec = codec_of(self.kind, name, parameter.shape)
-            names = [""] if codec is FP32 else list(codec.shapes(parameter.shape))
-            parts = {part: local_of(state[part_name(name, part)]).view(rows, -1) for part in names}
-            stored[name] = StoredState(codec, parts, mix(self.seed, step, number, place))
         height = max(1, limit // cols)
         width = cols if cols <= limit else max(1, limit // BLOCK) * BLOCK
         for top in range(0, rows, height):
             for left in range(0, cols, width):
                 bottom = min(top + height, rows)
                 right = min(left + width, cols)
-                window = {
-                    name: StoredState(s.codec, s.codec.window(s.parts, top, bottom, left, right), s.seed)
-                    for name, s in stored.items()
-                }
+                window = {}
+                for name, state in stored.items():
+                    parts = state.codec.window(state.parts, top, bottom, left, right)
+                    window[name] = StoredState(state.codec, parts, state.seed)
                 offset = (first + top) * cols + left
                 yield ParameterPiece(param[top:bottom, left:right], grad[top:bottom, left:right], window, offset)
+
+    def _stored(self, parameter: Tensor, step: int, rows: int) -> dict[str, StoredState]:
+        """The local parts of a parameter's states, in rows, with the seeds of this step."""
+        state = self.state[parameter]
+        number = self._number(parameter)
+        stored = {}
+        for index, name in enumerate(self.rule.states):
+            codec = codec_of(self.kind, name, parameter.shape)
+            parts = {}
+            for part in [""] if codec is FP32 else codec.shapes(parameter.shape):
+                parts[part] = local_of(state[part_name(name, part)]).view(rows, -1)
+            stored[name] = StoredState(codec, parts, mix(self.seed, step, number, index))
+        return stored

@@ -1,13 +1,12 @@
-"""Muon over sharded parameters: orthogonalised momentum, with the work shared among the ranks.
+"""Muon over sharded parameters: orthogonalised momentum, with the work distributed over the ranks.
 
-Each matrix must be full where it is orthogonalised. Repeating that on every rank would waste all but one of them, so
-the matrices are distributed: each rank of the shard group receives the rows of one matrix from all (one all-to-all),
-orthogonalises it and sends every rank its rows back (another). A rank holds one full matrix at a time. Matrices are
-sorted by size, so that those of a round take about as long. In a stack of matrices (experts) each lies full on one
-rank, and nothing is sent.
+Orthogonalising needs the full matrix. Repeating it on every rank would be wasteful, so the matrices are distributed:
+each rank of the shard group receives the rows of one matrix from all ranks (an all-to-all), orthogonalises it and sends
+every rank its rows back (another). A rank holds one full matrix at a time. Matrices are sorted by size, so that those
+of a round take about the same time. Each matrix of a stack (experts) is full on one rank and is not communicated.
 
 Updates have the size that AdamW's typically have (a root mean square of 0.2), so AdamW's rates and decay carry over.
-Embeddings, the output head, norms, biases and convolutions are no maps from activations to activations: AdamW.
+Embeddings, the output head, norms, biases and convolutions do not map activations to activations and use AdamW.
 """
 
 from __future__ import annotations
@@ -26,12 +25,13 @@ from shardwise.optim.rules import RULES
 from shardwise.optim.shards import Division, division_of, local_grad, local_of, new_step, zeros_beside
 
 MOMENTUM = 0.95
-# A quintic whose fifth iterate sends singular values from 0.003 up to within 0.3 of 1; more precision gains nothing.
-QUINTIC, ITERATIONS = (3.4445, -4.7750, 2.0315), 5
+# Five iterations of this quintic map singular values from 0.003 upwards to within 0.3 of 1; more gain nothing.
+QUINTIC = (3.4445, -4.7750, 2.0315)
+ITERATIONS = 5
 
 
 def orthogonal(matrix: Tensor) -> Tensor:
-    """Returns approximately the nearest orthogonal matrix: all singular values near 1; on the last two dims."""
+    """Returns approximately the nearest orthogonal matrix, over the last two dims: all singular values are near 1."""
     a, b, c = QUINTIC
     tall = matrix.size(-2) > matrix.size(-1)
     x = matrix.mT if tall else matrix
@@ -45,14 +45,16 @@ def orthogonal(matrix: Tensor) -> Tensor:
 
 def inner_matrices(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> set[str]:
     """Returns the names of parameters that map activations to activations: matrices and stacks of them."""
-    outside: set[int] = set()
+    outer = [module for module in model.modules() if isinstance(module, nn.Embedding | ConvNd)]
     head = getattr(model, "get_output_embeddings", lambda: None)()
-    for module in [*model.modules(), head]:
-        if module is head or isinstance(module, nn.Embedding | ConvNd):
-            outside |= {id(p) for p in module.parameters(recurse=False)} if module is not None else set()
-    return {
-        name for name, p in parameters.items() if p.ndim in (2, 3) and min(p.shape[-2:]) > 1 and id(p) not in outside
-    }
+    if head is not None:
+        outer.append(head)
+    excluded = {id(p) for module in outer for p in module.parameters(recurse=False)}
+    names = set()
+    for name, p in parameters.items():
+        if p.ndim in (2, 3) and min(p.shape[-2:]) > 1 and id(p) not in excluded:
+            names.add(name)
+    return names
 
 
 class Muon(Elementwise):
@@ -81,7 +83,8 @@ class Muon(Elementwise):
         for parameter in parameters:
             state: dict[str, Any] = self.state[parameter]
             if not state:
-                state["step"], state["momentum_buffer"] = new_step(), zeros_beside(parameter, parameter.shape)
+                state["step"] = new_step()
+                state["momentum_buffer"] = zeros_beside(parameter, parameter.shape)
             state["step"] += 1
             division = division_of(parameter)
             if parameter.ndim == 3 or division.group is None:
@@ -96,14 +99,14 @@ class Muon(Elementwise):
                 self._round(members[start : start + division.size], division, group)
 
     def _round(self, matrices: Sequence[Tensor], division: Division, group: dict[str, Any]) -> None:
-        """The i-th matrix is orthogonalised by the i-th rank."""
+        """Updates as many matrices as there are ranks: the i-th rank orthogonalises the i-th."""
         outgoing = [self._direction(p).reshape(-1) for p in matrices]
         own = matrices[division.rank] if division.rank < len(matrices) else None
         received_sizes = [0] * division.size
         if own is not None:
             spans = [division.rows(own.shape[0], rank) for rank in range(division.size)]
             received_sizes = [(stop - start) * own.shape[1] for start, stop in spans]
-        sizes = [o.numel() for o in outgoing] + [0] * (division.size - len(outgoing))
+        sizes = [rows.numel() for rows in outgoing] + [0] * (division.size - len(outgoing))
         rows_sent = torch.cat(outgoing)
         full_matrix = rows_sent.new_empty(sum(received_sizes))
         dist.all_to_all_single(full_matrix, rows_sent, received_sizes, sizes, group=division.group)

@@ -1,7 +1,7 @@
 """Elementwise update rules: plain functions on lists of fp32 tensors, in place.
 
-They know nothing of shards, storage or devices, so that every owner of states (on the device, on the host, in files)
-runs the same arithmetic. Weight decay is decoupled in all of them (each step shrinks the weight by rate × decay), so
+They are independent of shards, storage and devices, so that states on the device, on the host and in files are updated
+by the same arithmetic. Weight decay is decoupled in all of them (each step shrinks the weight by rate × decay), so
 that `train.weight_decay` means the same for every optimizer.
 """
 
@@ -78,7 +78,8 @@ class Lion:
     def __call__(self, params: list[Tensor], grads: list[Tensor], states: States, hyper: Hyper) -> None:
         if not params:
             return
-        means, (beta1, beta2) = states["exp_avg"], hyper.betas
+        means = states["exp_avg"]
+        beta1, beta2 = hyper.betas
         update = foreach_lerp(means, grads, 1 - beta1)
         foreach_sign_(update)
         _decay(params, hyper)

@@ -1,9 +1,9 @@
-"""Loss scaling for fp16: torch's GradScaler with hysteresis, a least scale, or a scale that stays.
+"""Loss scaling for fp16: torch's GradScaler with hysteresis and a least scale, or a constant scale.
 
-The scale and its counters stay on the device, so that an update waits for nothing. The rule, for a dynamic scale:
-an overflow halves the scale, but only the `hysteresis`-th of them; `growth_interval` steps without one double it, and
-the first doubling after an overflow takes one step more (DeepSpeed counts so). An overflow at the least scale cannot be
-mended: it is noted in `exhausted`, which the loop reads when it reports.
+The scale and its counters stay on the device, so that an update does not wait for it. The rule for a dynamic scale:
+the `hysteresis`-th overflow halves the scale; `growth_interval` steps without one double it, and the first doubling
+after an overflow takes one step more, as in DeepSpeed. The scale cannot shrink below the least scale: an overflow
+there sets `exhausted`, which the loop reads when it reports.
 """
 
 from __future__ import annotations
@@ -24,36 +24,41 @@ class LossScaler(OpenGradScaler):
         self.settings = settings
         start = settings.initial if settings.value == "dynamic" else settings.value
         super().__init__(device, init_scale=float(start), enabled=enabled)
-        if enabled:  # not with the first loss, as torch does: of a pipeline's stages only the last has one
+        if enabled:  # torch starts with the first loss, but only the last stage of a pipeline has one
             self.start(torch.device(device))
         self._left: torch.Tensor | None = None  # overflows until the scale is halved
         self._exhausted: torch.Tensor | None = None
 
     def agree(self, optimizer: torch.optim.Optimizer) -> None:
-        """After `unscale_`: an overflow on any rank is one on all, also where ranks have different parameters."""
+        """Shares overflows with all ranks, which may have different parameters; call it after `unscale_`."""
         for overflow in self.overflows_of(optimizer):
             dist.all_reduce(overflow, op=dist.ReduceOp.MAX)
 
     def taken(self, optimizer: torch.optim.Optimizer) -> torch.Tensor | bool:
-        """After `step`, before `update`: whether it changed anything, as 0 or 1 on the device; True without scaling."""
+        """Whether `step` updated the parameters, as 0 or 1 on the device; True without scaling.
+
+        Call it after `step` and before `update`.
+        """
         if not self.is_enabled():
             return True
-        return (torch.stack([inf.reshape(()) for inf in self.overflows_of(optimizer)]).sum() == 0).float()
+        overflows = torch.stack([overflow.reshape(()) for overflow in self.overflows_of(optimizer)])
+        return (overflows.sum() == 0).float()
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
-        """After `step`: adapts the scale to whether this step overflowed on any rank."""
+        """Adapts the scale, by whether this step overflowed on any rank; call it after `step`."""
         assert new_scale is None, "the scale follows loss_scale"
         if not self.is_enabled():
             return
         scale, tracker = self.scale_and_growth()
-        found = self.take_overflows()
-        assert found, "update needs unscale_ or step before it"
+        overflows = self.take_overflows()
+        assert overflows, "update needs unscale_ or step before it"
         if self.settings.value == "dynamic":
-            overflow = torch.stack([inf.to(scale.device, non_blocking=True).reshape(()) for inf in found]).sum() > 0
-            self._adapt(overflow, scale, tracker)
+            flags = [overflow.to(scale.device, non_blocking=True).reshape(()) for overflow in overflows]
+            self._adapt(torch.stack(flags).sum() > 0, scale, tracker)
 
     def _adapt(self, overflow: torch.Tensor, scale: torch.Tensor, tracker: torch.Tensor) -> None:
-        rule, left = self.settings, self._counter(scale.device)
+        rule = self.settings
+        left = self._counter(scale.device)
         assert self._exhausted is not None
         shift = overflow & (left <= 1)
         self._exhausted.logical_or_(shift & (scale.reshape(()) <= rule.minimum))
@@ -78,7 +83,7 @@ class LossScaler(OpenGradScaler):
         return self._exhausted is not None and bool(self._exhausted)
 
     def trouble(self) -> str | None:
-        """What to tell of a scale that can go no lower, if so."""
+        """Describes an overflow at the least scale, if there was one."""
         if not self.exhausted:
             return None
         return (
@@ -87,16 +92,17 @@ class LossScaler(OpenGradScaler):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Scale and counters; empty where scaling is off."""
+        """Scale and counters; empty if scaling is off."""
         if not self.is_enabled():
             return {}
         left = self.settings.hysteresis if self._left is None else int(self._left)
         return {"scale": self.get_scale(), "_growth_tracker": self.growth(), "hysteresis": left}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Goes on from a saved scale, unless the run now says that it stays or how many overflows it takes."""
+        """Resumes from a saved scale, unless the scale is constant now; hysteresis is capped at the config's."""
         if not self.is_enabled() or self.settings.value != "dynamic":
             return
         device = self.set_scale(float(state_dict["scale"]), int(state_dict["_growth_tracker"]))
-        left = min(int(state_dict.get("hysteresis", self.settings.hysteresis)), self.settings.hysteresis)
+        limit = self.settings.hysteresis
+        left = min(int(state_dict.get("hysteresis", limit)), limit)
         self._left = torch.tensor(left, dtype=torch.int32, device=device)

@@ -1,7 +1,7 @@
-"""What an optimizer needs to know of a sharded parameter: its local rows, its group, and states sharded as it is.
+"""Access to sharded parameters for optimizers: local rows, shard group, and states sharded the same way.
 
-Parameters are sharded on their first dim over one axis of the mesh and replicated over the others; plain tensors are a
-parameter on one rank.
+Parameters are sharded on their first dim over one axis of the mesh and replicated over the others; plain tensors are
+unsharded.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ class Division:
         return min(rank * per_rank, total), min((rank + 1) * per_rank, total)
 
 
-WHOLE = Division(None, 0, 1)
+UNSHARDED = Division(None, 0, 1)
 
 
 def division_of(parameter: Tensor) -> Division:
     """Returns how a parameter is sharded."""
     if not isinstance(parameter, DTensor):
-        return WHOLE
+        return UNSHARDED
     mesh = parameter.device_mesh
     axes = [axis for axis, placement in enumerate(parameter.placements) if not placement.is_replicate()]
     assert all(parameter.placements[axis] == Shard(0) for axis in axes) and len(axes) <= 1, parameter.placements
     if not axes or mesh.size(axes[0]) == 1:
-        return WHOLE
+        return UNSHARDED
     return Division(mesh.get_group(axes[0]), mesh.get_local_rank(axes[0]), mesh.size(axes[0]))
 
 

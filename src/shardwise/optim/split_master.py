@@ -1,9 +1,9 @@
-"""An fp32 master weight as two halves: the bf16 that the model computes with, and 16 bits of difference.
+"""An fp32 master weight as two halves: the bf16 weight that the model computes with, and 16 bits of difference.
 
-The bf16 half is the master rounded as always (to nearest, ties to even), and the low half is what is left, as a signed
-count of the last fp32 bit: `bits(master) = (bits(bf16) << 16) + low`. So a master costs 2 bytes, not 4, beside the
-weight that is there anyway. Rounding leaves -32768 … 32768, one more than 16 bits can tell: of the exact ties (one
-value in 65536), those rounded down come back smaller by the last bit of fp32.
+The bf16 half is the master rounded to nearest, ties to even; the low half is the difference, as a signed count of the
+last fp32 bit: `bits(master) = (bits(bf16) << 16) + low`. So a master costs 2 bytes, not 4, beside the bf16 weight. The
+difference is -32768 … 32768, one value more than 16 bits can represent: exact ties (one value in 65536) that were
+rounded down are restored smaller by the last bit of fp32.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Decisions that all ranks must take at the same step: stop (Ctrl-C, SIGTERM), timed checkpoints, copies in memory.
+"""Decisions that all ranks must take at the same step: stop on a signal, timed saves and copies.
 
-Each step begins an asynchronous vote on the host's own group and reads it at the end of the step, so nobody waits: the
-vote travels while the device computes.
+Each step begins an asynchronous vote on the host's own group and reads it at the end of the step.
+No rank waits: the vote travels while the device computes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Control:
         pace_seconds: float | None = None,
         busy: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`busy`: whether this rank still makes the last copy in memory, so that no rank begins another."""
+        """`busy`: whether this rank still copies to memory; no rank then begins another copy."""
         self._group = group
         self._alone = dist.get_world_size(group) == 1
         self._is_main = dist.get_rank(group) == 0
@@ -45,7 +45,10 @@ class Control:
         self._work: dist.Work | None = None
         self.signal: int | None = None
         self._busy = busy
-        self.busy = self.copy_due = self.pace_due = False  # by the last vote
+        # Results of the last vote.
+        self.busy = False
+        self.copy_due = False
+        self.pace_due = False
 
     def __enter__(self) -> Control:
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -70,12 +73,9 @@ class Control:
     def begin(self) -> None:
         """Casts this rank's vote."""
         self._vote[STOP] = self.signal or 0
+        now = time.monotonic()
         for what, seconds in self._every.items():
-            due = (
-                self._is_main
-                and seconds is not None
-                and time.monotonic() - self._since[what] >= seconds
-            )
+            due = self._is_main and seconds is not None and now - self._since[what] >= seconds
             self._vote[what] = int(due)
         self._vote[BUSY] = int(self._busy())
         if not self._alone:
@@ -84,12 +84,15 @@ class Control:
             )
 
     def end(self) -> tuple[int, bool, bool]:
-        """The outcome: the signal to stop on (0 = go on), whether to save, whether to evaluate."""
+        """The outcome: the signal to stop on (0: none), whether to save, whether to evaluate."""
         if self._work is not None:
             self._work.wait()
-        stop, save, evaluate, copy, pace, busy = (int(v) for v in self._vote)
-        self.busy, self.copy_due, self.pace_due = bool(busy), bool(copy and not busy), bool(pace)
-        for what, due in ((SAVE, save), (EVAL, evaluate), (COPY, self.copy_due), (PACE, pace)):
-            if due:
+        vote = self._vote.tolist()
+        self.busy = bool(vote[BUSY])
+        self.copy_due = bool(vote[COPY]) and not self.busy
+        self.pace_due = bool(vote[PACE])
+        due = {SAVE: vote[SAVE], EVAL: vote[EVAL], COPY: self.copy_due, PACE: self.pace_due}
+        for what, is_due in due.items():
+            if is_due:
                 self._since[what] = time.monotonic()
-        return stop, bool(save), bool(evaluate)
+        return vote[STOP], bool(vote[SAVE]), bool(vote[EVAL])

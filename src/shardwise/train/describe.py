@@ -1,4 +1,4 @@
-"""What the terminal shows around a run: its plan before, its result after, and the resolved config."""
+"""Terminal output around a run: its plan before, its result after, and the resolved config."""
 
 from __future__ import annotations
 
@@ -48,135 +48,173 @@ STAGES = {
     3: "optimizer states, gradients and parameters are sharded",
 }
 
+# Prefixes of settings that may differ from those of the run that saved a checkpoint.
+NOT_COMPARED = (
+    "output",
+    "resume",
+    "ranks",
+    "device",
+    "backend",
+    "log.",
+    "timeout",
+    "export.",
+    "checkpoint.",
+)
 
-def _data_lines(job: ResolvedRun) -> Iterator[str]:
-    """What the run learns from, and what became of rows that did not go in as they are."""
+
+def _data_lines(job: ResolvedRun) -> Iterator[tuple[str, str]]:
+    """Table rows: the amount of data, and what happened to rows that were changed or dropped."""
     data = job.data
     if data.complete:
-        held = data.total("held_out") + sum(int(one.known["documents"]) for one in data.eval)
-        learned = (
-            f", {data.total('supervised'):,} of them learned"
-            if job.source.task in ("causal", "seq2seq")
-            else ""
-        )
-        counts = f"{data.total('documents'):,} documents, {data.total('tokens'):,} tokens{learned}"
-        yield f"data{counts}" + (f"; {held:,} held out" if held else "")
+        held_out = data.total("held_out")
+        held_out += sum(int(part.known["documents"]) for part in data.eval)
+        counts = f"{data.total('documents'):,} documents, {data.total('tokens'):,} tokens"
+        if job.source.task in ("causal", "seq2seq"):
+            counts += f", {data.total('supervised'):,} of them learned"
+        if held_out:
+            counts += f"; {held_out:,} held out"
+        yield "data", counts
     else:
-        yield "datathe first windows of its sources; the rest is being tokenised"
-    for one in data.train:
-        fates = (one.facts or {}).get("fates", {})
+        yield "data", "the first windows of its sources; the rest is being tokenised"
+    for part in data.train:
+        fates = (part.facts or {}).get("fates", {})
         if fates:
-            said = ", ".join(f"{count:,} {fate}" for fate, count in fates.items())
-            yield f"[yellow]{escape(one.spec.source.path)}: {said} (listed in {one.folder / 'fates.jsonl'})[/yellow]"
+            counts = ", ".join(f"{count:,} {fate}" for fate, count in fates.items())
+            listed = f"listed in {part.folder / 'fates.jsonl'}"
+            yield "", f"[yellow]{escape(part.spec.source.path)}: {counts} ({listed})[/yellow]"
 
 
 def _aim(job: ResolvedRun) -> str | None:
-    """What the model is trained to do, where it is not to go on with a text."""
+    """What the model is trained to do; None where the objective has no row of its own."""
     objective: Any = job.run.objective
     match objective.type:
         case "seq2seq":
             return "write targets from sources"
         case "masked":
-            whole = ", whole words together" if objective.whole_words else ""
-            return f"fill in masked tokens, {objective.mlm_probability:.0%} of all{whole}"
+            words = ", whole words together" if objective.whole_words else ""
+            return f"fill in masked tokens, {objective.mlm_probability:.0%} of all{words}"
         case "classify":
             labels = objective.labels
-            return f"tell {len(labels)} classes apart: {', '.join(labels[:12])}{' …' if len(labels) > 12 else ''}"
+            listed = ", ".join(labels[:12])
+            if len(labels) > 12:
+                listed += " …"
+            return f"tell {len(labels)} classes apart: {listed}"
     return None
 
 
 def print_plan(job: ResolvedRun, console: Console | None = None) -> None:
-    """The run in a dozen lines: model, data, batch arithmetic, sharding and what each rank will hold."""
-    run, ranks = job.run, job.ranks
-    layout = layout_of(run.parallel, ranks)
-    shard = layout.shard
-    micro = int(run.train.micro_batch_size)
-    rounds = run.train.batch_size // (micro * layout.data)
-    table = Table(
-        title="plan of the run",
-        title_justify="left",
-        show_header=False,
-        box=None,
-        padding=(0, 2, 0, 0),
-    )
+    """The run in a dozen lines: model, data, batch arithmetic, sharding and memory per rank."""
+    layout = layout_of(job.run.parallel, job.ranks)
+    table = _table("plan of the run")
     table.add_column(style="bold")
     table.add_column(overflow="fold")
-    for title, words in method_lines(job):
-        table.add_row(title, words)
-    if (aim := _aim(job)) is not None:
-        table.add_row("objective", aim)
-    if routers := describe_choice(chosen_in(run, job.reasons), run.router.balance):
-        table.add_row("routers", routers)
-    for words in _data_lines(job):
-        table.add_row("data" if words.startswith("data") else "", words.removeprefix("data"))
-    packed = " (packed)" if run.data.packing else ""
-    sequences = (
-        f"{run.train.batch_size} sequences of up to {run.data.sequence_length} tokens{packed}"
-    )
-    times = "×" if job.epochs is None else "of up to"
-    table.add_row("steps", f"{run.train.steps} {times} {sequences}; {_epochs(job)}")
-    table.add_row(
-        "batch",
-        f"{run.train.batch_size} = {micro} per forward × {layout.data} ranks{_apart(run)} × {rounds} accumulated",
-    )
-    groups = f"; {layout.replicate} groups of {shard}" if layout.replicate > 1 < shard else ""
-    groups += describe_collectives(run.parallel, shard, int(run.ranks), float8_gathers(run, shard))
-    divided = STAGES[run.parallel.zero] if layout.replicate * shard > 1 else _nothing(layout)
-    where = f"{ranks} on {run.device} ({run.backend}), {run.computes_in}"
-    table.add_row("ranks", f"{where}, ZeRO {run.parallel.zero}: {divided}{groups}")
-    if run.parallel.beyond_data:
-        table.add_row("axes", "; ".join(axis_lines(layout)))
-        table.add_row("", Text(picture(layout, int(run.ranks)), no_wrap=True))
-        if layout.pipeline > 1:
-            table.add_row("pipeline", _pipeline(run, layout.pipeline, rounds))
-    if isinstance(run.parallel.bucket, int):
-        model = build_on_meta(job.source)
-        apply_method(model, run, job.source.weights)
-        plain = unmanaged(model, run.parallel.zero, run.precision)
-        units = choose_units(model, find_blocks(model), run.parallel.bucket, shard, plain)
-        table.add_row("buckets", describe_units(units, run.parallel.bucket))
-    pieces = layout.pipeline * layout.tensor
-    for place, kinds in held_by_place(
-        run, job.adapted.trainable // pieces, shard, job.adapted.frozen_bytes // pieces
-    ).items():
-        where, more = _place(place, run.offload.optimizer)
-        parts = ", ".join(f"{kind} {human(size)}" for kind, size in kinds.items())
-        table.add_row(where, parts + more)
-    for name, what, size, more in held_besides(job):
-        held = f": {human(size)} per rank" if size else ": nothing is held besides"
-        table.add_row(name, escape(f"{what}{held}{'; ' * bool(more)}{more}"))
-    table.add_row(
-        "rate",
-        f"{run.train.learning_rate:g} {_named(run.train.schedule)}, {run.train.optimizer}, "
-        f"max_grad_norm {run.train.max_grad_norm}",
-    )
+    rows: list[tuple[str, str | Text]] = [*_training_rows(job, layout)]
+    rows += _parallel_rows(job, layout)
+    rows += _memory_rows(job, layout)
+    for title, content in rows:
+        table.add_row(title, content)
+    train = job.run.train
+    rate = f"{train.learning_rate:g} {_named(train.schedule)}, {train.optimizer}"
+    table.add_row("rate", f"{rate}, max_grad_norm {train.max_grad_norm}")
     table.add_row("output", str(job.output))
     (console or Console()).print(table)
 
 
-def _nothing(layout: MeshLayout) -> str:
-    return (
-        "alone, nothing to divide"
-        if layout.ranks == 1
-        else "no rank besides that has the same weights"
+def _table(title: str) -> Table:
+    return Table(
+        title=title, title_justify="left", show_header=False, box=None, padding=(0, 2, 0, 0)
     )
+
+
+def _training_rows(job: ResolvedRun, layout: MeshLayout) -> Iterator[tuple[str, str]]:
+    """Model, objective, data, steps and batch."""
+    run = job.run
+    batch = run.train.batch_size
+    yield from method_lines(job)
+    if (aim := _aim(job)) is not None:
+        yield "objective", aim
+    if routers := describe_choice(chosen_in(run, job.reasons), run.router.balance):
+        yield "routers", routers
+    yield from _data_lines(job)
+    sequences = f"{batch} sequences of up to {run.data.sequence_length} tokens"
+    if run.data.packing:
+        sequences += " (packed)"
+    times = "×" if job.epochs is None else "of up to"
+    yield "steps", f"{run.train.steps} {times} {sequences}; {_epochs(job)}"
+    data_ranks = f"{layout.data} ranks"
+    if run.parallel.beyond_data:
+        data_ranks += " with different data"
+    micro = int(run.train.micro_batch_size)
+    rounds = _rounds(run, layout)
+    yield "batch", f"{batch} = {micro} per forward × {data_ranks} × {rounds} accumulated"
+
+
+def _parallel_rows(job: ResolvedRun, layout: MeshLayout) -> Iterator[tuple[str, str | Text]]:
+    """Ranks, ZeRO stage, axes and buckets."""
+    run = job.run
+    parallel = run.parallel
+    shard = layout.shard
+    ranks = f"{job.ranks} on {run.device} ({run.backend}), {run.computes_in}"
+    sharding = f"ZeRO {parallel.zero}: {_sharding(run, layout)}"
+    if layout.replicate > 1 and shard > 1:
+        sharding += f"; {layout.replicate} groups of {shard}"
+    sharding += describe_collectives(parallel, shard, int(run.ranks), float8_gathers(run, shard))
+    yield "ranks", f"{ranks}, {sharding}"
+    if parallel.beyond_data:
+        yield "axes", "; ".join(axis_lines(layout))
+        yield "", Text(picture(layout, int(run.ranks)), no_wrap=True)
+        if layout.pipeline > 1:
+            yield "pipeline", _pipeline(run, layout.pipeline, _rounds(run, layout))
+    if isinstance(parallel.bucket, int):
+        model = build_on_meta(job.source)
+        apply_method(model, run, job.source.weights)
+        plain = unmanaged(model, parallel.zero, run.precision)
+        units = choose_units(model, find_blocks(model), parallel.bucket, shard, plain)
+        yield "buckets", describe_units(units, parallel.bucket)
+
+
+def _memory_rows(job: ResolvedRun, layout: MeshLayout) -> Iterator[tuple[str, str]]:
+    """What each rank holds, by place."""
+    pieces = layout.pipeline * layout.tensor
+    trainable = job.adapted.trainable // pieces
+    frozen_bytes = job.adapted.frozen_bytes // pieces
+    for place, kinds in held_by_place(job.run, trainable, layout.shard, frozen_bytes).items():
+        title, more = _place(place, job.run.offload.optimizer)
+        yield title, ", ".join(f"{kind} {human(size)}" for kind, size in kinds.items()) + more
+    for name, what, size, more in held_besides(job):
+        amount = f"{human(size)} per rank" if size else "nothing is held besides"
+        content = f"{what}: {amount}"
+        if more:
+            content += f"; {more}"
+        yield name, escape(content)
+
+
+def _rounds(run: Run, layout: MeshLayout) -> int:
+    return run.train.batch_size // (int(run.train.micro_batch_size) * layout.data)
+
+
+def _sharding(run: Run, layout: MeshLayout) -> str:
+    if layout.replicate * layout.shard > 1:
+        return STAGES[run.parallel.zero]
+    if layout.ranks == 1:
+        return "alone, nothing to divide"
+    return "no rank besides that has the same weights"
 
 
 def _pipeline(run: Run, stages: int, micros: int) -> str:
-    """The order of a pipeline's work, how long stages will wait for one another, and what would help."""
+    """The pipeline's schedule, its predicted idle time, and what would shorten that."""
     schedule = schedule_of(run.parallel)
-    idle = bubble(
-        simulate(schedule, stages, micros, lambda a: 2.0 if a.kind == "backward" else 1.0), stages
-    )
-    advice = (
-        "; a smaller micro_batch_size or a larger batch_size makes it less" if idle > 0.25 else ""
-    )
-    order = run.parallel.pipeline_schedule
-    return f"{order}, {micros} micro-batches through {stages} stages: {idle:.0%} of the time idle{advice}"
+    timeline = simulate(schedule, stages, micros, lambda a: 2.0 if a.kind == "backward" else 1.0)
+    idle = bubble(timeline, stages)
+    text = f"{run.parallel.pipeline_schedule}, {micros} micro-batches through {stages} stages: "
+    text += f"{idle:.0%} of the time idle"
+    if idle > 0.25:
+        text += "; a smaller micro_batch_size or a larger batch_size makes it less"
+    return text
 
 
 def _epochs(job: ResolvedRun) -> str:
-    """How many epochs the steps are."""
+    """The number of epochs that the steps make."""
     train = job.run.train
     assert train.steps is not None
     if job.epochs is None and not job.data.complete:
@@ -187,80 +225,61 @@ def _epochs(job: ResolvedRun) -> str:
     return job.epochs.in_words(train.epochs, train.batch_size, train.steps)
 
 
-def _apart(run: Run) -> str:
-    return " with different data" if run.parallel.beyond_data else ""
-
-
 def _place(place: str, states: str) -> tuple[str, str]:
-    """A place as the plan calls it, and what it adds to what is there."""
+    """The plan's title for a place, and a remark on its content."""
     if place == "auto":
-        away = "host" if states == "cpu" else states
-        return (
-            "per rank",
-            f"; offload.ratio: auto decides at the start how much of it goes to the {away}",
-        )
+        target = "host" if states == "cpu" else states
+        share = f"auto decides at the start how much of it goes to the {target}"
+        return "per rank", f"; offload.ratio: {share}"
     if place == "device":
         return "per rank", ", and activations"
-    return f"per rank, {'host' if place == 'cpu' else place}", ""
+    name = "host" if place == "cpu" else place
+    return f"per rank, {name}", ""
 
 
 def print_account(
     account: tuple[KeyAccount, ...], run: Run, console: Console | None = None
 ) -> None:
-    """What became of each key of a DeepSpeed config, with the answers to "auto"; nothing where there is none."""
+    """What happened to each key of a DeepSpeed config, with the values chosen for "auto"."""
     if not account:
         return
     from shardwise.config.deepspeed import line
 
-    table = Table(
-        title="DeepSpeed config, key by key",
-        title_justify="left",
-        show_header=False,
-        box=None,
-        padding=(0, 2, 0, 0),
-    )
+    table = _table("DeepSpeed config, key by key")
     table.add_column(style="bold", overflow="fold")
     table.add_column()
     table.add_column(overflow="fold")
     resolved = run.model_dump(mode="json")
     for entry in account:
-        met, verdict, done = line(entry, resolved)
-        table.add_row(
-            Text(met), Text(verdict, style="" if verdict == "honoured" else "dim"), Text(done)
-        )
+        key, verdict, action = line(entry, resolved)
+        style = "" if verdict == "honoured" else "dim"
+        table.add_row(Text(key), Text(verdict, style=style), Text(action))
     (console or Console()).print(table, highlight=False)
 
 
 def print_result(result: Result, job: ResolvedRun, console: Console | None = None) -> None:
-    """The curve and where things lie."""
+    """The loss curve, the last figures, and the paths of the results."""
     console = console or Console()
     ascii_only = not (console.encoding or "").lower().startswith("utf")
-    console.print(
-        terminal_curve(
-            series_from(result.metrics), width=min(72, console.width - 4), ascii_only=ascii_only
-        ),
-        highlight=False,
-        markup=False,
-    )
-    loss = f"loss {result.loss:.4f}" if result.loss is not None else "finished already"
-    held = f", evaluation loss {result.eval_loss:.4f}" if result.eval_loss is not None else ""
-    seen = [record["epoch"] for record in result.metrics if record["kind"] == "train"]
-    console.print(
-        f"done: {result.step} steps, {loss}{held}{f'; {seen[-1]:.2f} epochs' if seen else ''}"
-    )
-    talk = (
-        f"   (talk to it: shardwise chat {shlex.quote(str(job.output))})"
-        if job.source.task == "causal"
-        else ""
-    )
-    console.print(f"  model    {result.model}{talk}", highlight=False)
-    if (
-        result.exported and result.exported != step_folder(job.output, result.step).name
-    ):  # the figures above are the last step's
-        console.print(
-            f"           of {result.exported}, the best by {job.run.checkpoint.best.metric}",
-            highlight=False,
-        )
+    width = min(72, console.width - 4)
+    curve = terminal_curve(series_from(result.metrics), width=width, ascii_only=ascii_only)
+    console.print(curve, highlight=False, markup=False)
+    summary = f"done: {result.step} steps, "
+    summary += f"loss {result.loss:.4f}" if result.loss is not None else "finished already"
+    if result.eval_loss is not None:
+        summary += f", evaluation loss {result.eval_loss:.4f}"
+    epochs = [record["epoch"] for record in result.metrics if record["kind"] == "train"]
+    if epochs:
+        summary += f"; {epochs[-1]:.2f} epochs"
+    console.print(summary)
+    model = f"  model    {result.model}"
+    if job.source.task == "causal":
+        model += f"   (talk to it: shardwise chat {shlex.quote(str(job.output))})"
+    console.print(model, highlight=False)
+    # The figures above are the last step's; the exported checkpoint may be an earlier one.
+    if result.exported and result.exported != step_folder(job.output, result.step).name:
+        metric = job.run.checkpoint.best.metric
+        console.print(f"           of {result.exported}, the best by {metric}", highlight=False)
     if result.check:
         console.print(f"  check    {result.check}", highlight=False, markup=False)
     for note in result.notes:
@@ -272,30 +291,25 @@ def print_result(result: Result, job: ResolvedRun, console: Console | None = Non
 
 
 def print_config(result: Resolution, loaded: LoadedRun) -> None:
-    """Every value of the run beside its origin."""
+    """Every value of the run, with its origin."""
     console = Console()
     table = Table(box=None, padding=(0, 2, 0, 0))
     table.add_column("setting", style="bold", no_wrap=True)
     table.add_column("value", overflow="fold")
     table.add_column("from", style="dim", overflow="fold")
-    for path, value in flatten(result.run.model_dump(mode="json")):
+    values = flatten(result.run.model_dump(mode="json"))
+    for path, value in values:
         reason = result.reasons.get(path)
         origin = f"auto: {reason}" if reason else loaded.origin_of(path)
         table.add_row(path, json.dumps(value, ensure_ascii=False), origin)
     console.print(table, highlight=False)
-    still_open = [
-        p
-        for p, v in flatten(result.run.model_dump(mode="json"))
-        if p == "train.steps" and v is None
-    ]
-    if still_open:
+    if ("train.steps", None) in values:
         console.print("train.steps follows from train.epochs once the data are read", style="dim")
     for note in loaded.notes:
         console.print(note, style="dim", highlight=False)
     for remark in remarks(result.run):
-        console.print(
-            f"{remark.field}: {remark.problem}\n  → {remark.remedy}", style="dim", highlight=False
-        )
+        text = f"{remark.field}: {remark.problem}\n  → {remark.remedy}"
+        console.print(text, style="dim", highlight=False)
 
 
 def _named(schedule: Any) -> str:
@@ -303,22 +317,11 @@ def _named(schedule: Any) -> str:
 
 
 def changed_settings(checkpoint: Path, run: Run) -> list[str]:
-    """What differs from the run that wrote a checkpoint, apart from where it runs and writes."""
+    """Settings that differ from the run that saved a checkpoint, but for device and output."""
     before = dict(flatten(read_saved(checkpoint / "run.json")))
     now = dict(flatten(run.model_dump(mode="json")))
-    own = (
-        "output",
-        "resume",
-        "ranks",
-        "device",
-        "backend",
-        "log.",
-        "timeout",
-        "export.",
-        "checkpoint.",
-    )
     return [
         f"{path} {before.get(path)} → {value}"
         for path, value in now.items()
-        if before.get(path) != value and not path.startswith(own)
+        if before.get(path) != value and not path.startswith(NOT_COMPARED)
     ]

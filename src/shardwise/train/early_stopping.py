@@ -1,7 +1,7 @@
-"""Which evaluation was the best, and whether enough of them have brought nothing.
+"""Tracks the best evaluation, and stops the run when evaluations no longer improve.
 
-All ranks see the same figures, so they come to the same decision. What is known lies in the run's position, hence in
-its checkpoints: a run that is resumed counts on.
+All ranks see the same figures, so they come to the same decision. The state is part of the run's
+position, hence of its checkpoints: a resumed run continues to count.
 """
 
 from __future__ import annotations
@@ -25,15 +25,19 @@ def figure_of(record: Mapping[str, Any], metric: str) -> float:
     """A figure of an evaluation's record by its name; a source's name may have dots."""
     name = ALIAS.get(metric, metric)
     head, _, rest = name.partition(".")
-    value = record[head][rest] if rest and name not in record else record[name]
-    return float(value)
+    if rest and name not in record:
+        return float(record[head][rest])
+    return float(record[name])
 
 
 def better(value: float, best: float | None, more: bool, least: float = 0.0) -> bool:
-    """Whether a value improves on the best so far by more than `least`; what is no number never does."""
+    """Whether a value improves on the best by more than `least`; NaN and infinity never do."""
     if not math.isfinite(value):
         return False
-    return best is None or (value - best if more else best - value) > least
+    if best is None:
+        return True
+    gain = value - best if more else best - value
+    return gain > least
 
 
 class EarlyStopping:
@@ -47,62 +51,60 @@ class EarlyStopping:
         sources: Sequence[str],
         figures: Sequence[str],
     ) -> None:
-        self._best, self._stop, self._position = (
-            run.checkpoint.best,
-            run.train.early_stopping,
-            position,
-        )
-        self._known = [
-            *ALIAS,
-            *ALWAYS,
-            *figures,
-            *(f"losses.{name}" for name in sources if len(sources) > 1),
-        ]
+        self._best = run.checkpoint.best
+        self._stop = run.train.early_stopping
+        self._position = position
+        self._metrics = [*ALIAS, *ALWAYS, *figures]
+        if len(sources) > 1:
+            self._metrics += [f"losses.{name}" for name in sources]
         if sources:
-            for field, metric in (
-                ("checkpoint.best", self._best),
-                ("train.early_stopping.metric", self._stop),
-            ):
-                self._check(field, metric)
-        there = position.best_step is not None and step_folder(root, position.best_step).is_dir()
-        if (
-            position.best_metric != self._best.metric or not there
-        ):  # another figure, or another output folder
-            position.best_value, position.best_step = None, None
+            self._check("checkpoint.best", self._best)
+            self._check("train.early_stopping.metric", self._stop)
+        best_step = position.best_step
+        is_saved = best_step is not None and step_folder(root, best_step).is_dir()
+        # Start over with another metric or another output folder.
+        if position.best_metric != self._best.metric or not is_saved:
+            position.best_value = None
+            position.best_step = None
         position.best_metric = self._best.metric
-        if self._stop is None or position.waiting_metric != self._stop.metric:
-            position.waiting_value, position.waiting = None, 0
-        position.waiting_metric = self._stop.metric if self._stop else None
+        stop_metric = self._stop.metric if self._stop else None
+        if stop_metric is None or position.waiting_metric != stop_metric:
+            position.waiting_value = None
+            position.waiting = 0
+        position.waiting_metric = stop_metric
 
     def _check(self, field: str, metric: Metric | None) -> None:
-        if metric is not None and metric.metric not in self._known:
+        if metric is not None and metric.metric not in self._metrics:
             problem = "the evaluations of this run have no such figure"
-            raise UserError(field, metric.metric, problem, f"use one of {', '.join(self._known)}")
+            remedy = f"use one of {', '.join(self._metrics)}"
+            raise UserError(field, metric.metric, problem, remedy)
 
     def evaluated(self, record: Mapping[str, Any]) -> bool:
-        """Takes a new evaluation of the position; whether it is the best so far."""
-        position, best, stop = self._position, self._best, self._stop
+        """Records a new evaluation of the position; returns whether it is the best so far."""
+        position = self._position
+        best = self._best
+        stop = self._stop
         value = figure_of(record, best.metric)
         is_best = better(value, position.best_value, best.more_is_better)
         if is_best:
-            position.best_value, position.best_step = value, position.step
+            position.best_value = value
+            position.best_step = position.step
         if stop is not None:
             value = figure_of(record, stop.metric)
             if better(value, position.waiting_value, stop.more_is_better, stop.min_delta):
-                position.waiting_value, position.waiting = value, 0
+                position.waiting_value = value
+                position.waiting = 0
             else:
                 position.waiting += 1
         return is_best
 
     @property
     def enough(self) -> str:
-        """Why the run should end here; empty as long as it should go on."""
-        stop, position = self._stop, self._position
-        if stop is None or position.waiting < stop.patience:
+        """Why the run should end now; empty as long as it should continue."""
+        stop = self._stop
+        value = self._position.waiting_value
+        count = self._position.waiting
+        if stop is None or count < stop.patience:
             return ""
-        best = (
-            "no number yet"
-            if position.waiting_value is None
-            else f"best {position.waiting_value:.6g}"
-        )
-        return f"stopped early: {stop.metric} has not improved for {position.waiting} evaluations ({best})"
+        best = "no number yet" if value is None else f"best {value:.6g}"
+        return f"stopped early: {stop.metric} has not improved for {count} evaluations ({best})"

@@ -1,4 +1,4 @@
-"""For people with a loop of their own: `initialize` puts a model and an optimizer on the mesh and hands back an engine.
+"""For your own training loop: `initialize` shards a model and its optimizer, and returns an engine.
 
     engine = shardwise.initialize(model, config={"parallel": {"zero": 3}, "precision": "bf16"})
     for batch in data:
@@ -6,8 +6,9 @@
         engine.backward(loss)
         engine.step()
 
-Every call of `backward` is one micro-batch; every `gradient_accumulation_steps`-th call of `step` updates the
-parameters. The engine uses the same sharding, clipping, loss scaling and checkpoints as `shardwise train`.
+Every call of `backward` is one micro-batch; every `gradient_accumulation_steps`-th call of `step`
+updates the parameters. The engine uses the same sharding, clipping, loss scaling and checkpoints as
+`shardwise train`.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ RENAMED_HERE = RENAMED | {"accumulate": "gradient_accumulation_steps", "clip": "
 
 
 class EngineConfig(Section):
-    """What `initialize` takes."""
+    """Settings of `initialize`: parallelism, precision, accumulation, clipping and offload."""
 
     parallel: Parallel = Parallel()
     precision: Literal["bf16", "fp16", "fp32"] = "fp32"
@@ -90,11 +91,15 @@ class EngineConfig(Section):
     )
 
     def as_run(self) -> Run:
-        """What `parallelize` takes: these settings as a run's, without a model and data of its own."""
-        settings = {
-            name: getattr(self, name) for name in ("parallel", "precision", "offload", "timeout")
-        }
-        return Run(model=Model(name="given"), data=Data(train=(Source(path="given"),)), **settings)
+        """These settings as a run's, for `parallelize`; model and data are placeholders."""
+        return Run(
+            model=Model(name="given"),
+            data=Data(train=(Source(path="given"),)),
+            parallel=self.parallel,
+            precision=self.precision,
+            offload=self.offload,
+            timeout=self.timeout,
+        )
 
 
 class Engine:
@@ -108,14 +113,15 @@ class Engine:
         world: World,
         fill: Fill | None = None,
     ) -> None:
-        self.config, self.world = config, world
+        self.config = config
+        self.world = world
         before = dict(model.named_parameters())
         values: dict[str, torch.Tensor] = {}
         if fill is None:
             model.to(world.device)
             _copy_from_first(model)
             if splits_masters(config.offload, config.precision):
-                values = {n: p.detach() for n, p in model.named_parameters()}
+                values = {name: p.detach() for name, p in model.named_parameters()}
                 store_in_bf16(model)
         self.timer = timer_for(world.device, config.breakdown, config.breakdown)
 
@@ -135,24 +141,27 @@ class Engine:
         self.scaler = LossScaler(
             world.device.type, config.loss_scale, enabled=config.precision == "fp16"
         )
-        # A user may accumulate more than was said (set_gradient_accumulation_boundary), so gradients are kept in fp32.
+        # Gradients are accumulated in fp32, since users may accumulate more micro-batches than
+        # configured (set_gradient_accumulation_boundary).
         eager = offloaded_share(config.offload, config.precision, config.max_grad_norm)
         self._update = Update(
             self.sharded, self.optimizer, self.scaler, config.max_grad_norm, eager
         )
-        self.updates, self._micro, self._inside, self._told = 0, 0, False, 0
+        self.updates = 0
+        self._micro = 0  # index of the micro-batch within the update
+        self._has_gradient = False  # whether `backward` was called since the last `step`
+        self._last_breakdown = 0  # number of updates at the last call of `breakdown`
         self.accumulate = config.gradient_accumulation_steps
-        self.boundary: bool | None = (
-            None  # True or False: the user's own word on whether `step` updates
-        )
+        self.boundary: bool | None = None  # whether `step` updates, if the user sets it
         self.grad_norm: torch.Tensor | None = None
         watch_collectives(model, self.timer)
 
     def _offloaded(
         self, built: torch.optim.Optimizer, values: dict[str, torch.Tensor]
     ) -> OffloadedOptimizer:
-        """The same optimizer with its states (and, at stage 3, the parameters) where the config wants them."""
-        config, world = self.config, self.world
+        """The same optimizer with its states (at stage 3, parameters too) placed by the config."""
+        config = self.config
+        world = self.world
         disk = None
         if "disk" in (config.offload.optimizer, config.offload.parameters):
             disk = DiskFolder(
@@ -163,72 +172,85 @@ class Engine:
         result = offload_given(
             built, config.offload, self.sharded, world.device, disk, bool(values)
         )
-        for name, rows in masters(result).items() if values else ():
-            fill_local(self.sharded.parameters[name], values[name], rows)
+        if values:
+            for name, rows in masters(result).items():
+                fill_local(self.sharded.parameters[name], values[name], rows)
         return result
 
     @property
     def is_last_micro_batch(self) -> bool:
         """Whether the next `step` will update the parameters."""
-        return self._micro == self.accumulate - 1 if self.boundary is None else self.boundary
+        if self.boundary is not None:
+            return self.boundary
+        return self._micro == self.accumulate - 1
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward; batches are moved to the rank's device."""
-        device = self.world.device
-        args = tuple(a.to(device) if isinstance(a, torch.Tensor) else a for a in args)
-        kwargs = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in kwargs.items()}
+        args = tuple(map(self._on_device, args))
+        kwargs = {name: self._on_device(value) for name, value in kwargs.items()}
         if not (torch.is_grad_enabled() and self.module.training):
             return self.module(*args, **kwargs)
         self.sharded.prepare_micro_batch(self.is_last_micro_batch)
         with self.timer.region("forward"):
             return self.module(*args, **kwargs)
 
+    def _on_device(self, value: Any) -> Any:
+        return value.to(self.world.device) if isinstance(value, torch.Tensor) else value
+
     def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> None:
-        """Adds this micro-batch's gradient: the mean of `loss` over ranks and the micro-batches of an update."""
+        """Accumulates this micro-batch's gradient.
+
+        An update uses the mean of `loss` over the ranks and its micro-batches.
+        """
         self.sharded.prepare_micro_batch(self.is_last_micro_batch)
         with self.timer.region("backward"):
             self.scaler.scale(loss / self.accumulate).backward(retain_graph=retain_graph)
-        self._inside = True
+        self._has_gradient = True
 
     def step(self) -> bool:
-        """After each `backward`: updates on every `gradient_accumulation_steps`-th call, and says whether it did."""
-        if not self._inside:
+        """Updates the parameters on every `gradient_accumulation_steps`-th call.
+
+        Call it after each `backward`; returns whether this call updated.
+        """
+        if not self._has_gradient:
             raise RuntimeError("engine.step() needs engine.backward(loss) before it")
         last = self.is_last_micro_batch
-        self._inside, self._micro = False, 0 if last else self._micro + 1
+        self._has_gradient = False
         if not last:
+            self._micro += 1
             return False
+        self._micro = 0
         with self.timer.region("step"):
             self.grad_norm = self._update()
         self.updates += 1
         return True
 
     def breakdown(self) -> dict[str, Any]:
-        """Seconds per update in each part, and what each kind of collective moved, since the last call of this."""
+        """Seconds per update by part, and the traffic of each collective, since the last call."""
         if not self.timer.on:
             raise UserError(
                 "config.breakdown", False, "nothing was measured", "initialize with breakdown: True"
             )
-        window = self.timer.flush(self.updates - self._told)
-        self._told = self.updates
+        window = self.timer.flush(self.updates - self._last_breakdown)
+        self._last_breakdown = self.updates
         return {"updates": window.steps, "seconds": window.breakdown(), "comms": window.comms()}
 
     def train(self, mode: bool = True) -> Engine:
-        """Training mode; leaving evaluation puts the shards back."""
+        """Sets training (or evaluation) mode, and shards parameters gathered by evaluation."""
         self.sharded.reshard()
         self.module.train(mode)
         return self
 
     def eval(self) -> Engine:
-        """Evaluation mode."""
+        """Sets evaluation mode; the same as `train(False)`."""
         return self.train(False)
 
     def tensors(self) -> dict[str, Any]:
-        """Every tensor that a checkpoint holds, by name."""
+        """All tensors of a checkpoint, by name."""
         return tensors_of(self.sharded, self.optimizer)
 
     def save(self, folder: str | Path, extra: dict[str, Any] | None = None) -> None:
-        """Saves model, optimizer and whatever JSON you add, atomically, under the number of updates."""
+        """Saves model, optimizer and `extra` (JSON) atomically, under the number of updates."""
         store = CheckpointStore(
             Path(folder), keep=1 << 30, background=False, group=self.world.checkpoint
         )
@@ -247,13 +269,16 @@ class Engine:
         )
 
     def load(self, folder: str | Path) -> dict[str, Any]:
-        """Loads the newest (or the given) checkpoint, on any number of ranks and any stage; returns your `extra`."""
-        found = choose_checkpoint(str(folder), Path(folder))
-        assert found is not None
-        check_whole(found, self.world.control)
-        trainer = read_trainer(found)
+        """Loads the newest (or the given) checkpoint, saved on any number of ranks at any stage.
+
+        Returns the `extra` it was saved with.
+        """
+        checkpoint = choose_checkpoint(str(folder), Path(folder))
+        assert checkpoint is not None
+        check_whole(checkpoint, self.world.control)
+        trainer = read_trainer(checkpoint)
         prime_optimizer(self.optimizer)
-        load_tensors(found, self.tensors(), self.world.checkpoint)
+        load_tensors(checkpoint, self.tensors(), self.world.checkpoint)
         self.sharded.updated()
         self.updates = int(trainer["updates"])
         if trainer["scaler"]:
@@ -269,82 +294,65 @@ def initialize(
     config: dict[str, Any] | EngineConfig | None = None,
     fill: Fill | None = None,
 ) -> Engine:
-    """Shards a model over the ranks that torchrun started (or runs it on one) and returns an engine for your own loop.
+    """Shards a model over the ranks that torchrun started (one without it) and returns an engine.
 
-    `optimizer`: None for AdamW with decay groups; a function of parameter groups; or an optimizer built over
-    model.parameters() that has not stepped yet, which is rebuilt over the shards. `fill`: for a model whose
-    parameters are on `meta`: writes the values into its shards.
+    `optimizer`: None for AdamW with decay groups; a function of parameter groups; or an optimizer
+    over model.parameters() that has not stepped yet, which is rebuilt over the shards. `fill`:
+    writes the values into the shards of a model whose parameters are on `meta`.
     """
     if not isinstance(model, nn.Module):
-        raise UserError(
-            "model",
-            model,
-            f"is a {type(model).__name__}, not a torch.nn.Module",
-            "pass the model itself",
-        )
-    checked = (
-        config if isinstance(config, EngineConfig) else _check({} if config is None else config)
-    )
-    cuda = torch.cuda.is_available() and next(model.parameters()).device.type in (
-        "cuda",
-        "cpu",
-        "meta",
-    )
+        problem = f"is a {type(model).__name__}, not a torch.nn.Module"
+        raise UserError("model", model, problem, "pass the model itself")
+    if not isinstance(config, EngineConfig):
+        config = _check({} if config is None else config)
+    parallel = config.parallel
     ranks = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", 1))
-    shard = shard_size(checked.parallel.zero, checked.parallel.dp_shard_size, ranks)
+    shard = shard_size(parallel.zero, parallel.dp_shard_size, ranks)
     if ranks % shard:
-        raise UserError(
-            "parallel.dp_shard_size",
-            shard,
-            f"does not divide the {ranks} ranks",
-            "use a divisor of it",
-        )
-    if checked.parallel.beyond_data:
+        problem = f"does not divide the {ranks} ranks"
+        raise UserError("parallel.dp_shard_size", shard, problem, "use a divisor of it")
+    if parallel.beyond_data:
+        axes = ", ".join(axes_used(parallel))
         problem = "in your own loop the model is divided by ZeRO alone"
-        raise UserError(
-            "config.parallel",
-            ", ".join(axes_used(checked.parallel)),
-            problem,
-            "use shardwise train (or Trainer) for these axes",
-        )
-    first_clash(checked)
-    check_secondary(checked.parallel, ranks)
-    if not cuda:
-        _check_cpu(checked.precision)
-    layout = layout_of(checked.parallel, ranks)
-    world = join_world(
-        "cuda" if cuda else "cpu", "nccl" if cuda else "gloo", checked.timeout, layout
-    )
-    return Engine(model, optimizer, checked, world, fill)
+        remedy = "use shardwise train (or Trainer) for these axes"
+        raise UserError("config.parallel", axes, problem, remedy)
+    first_clash(config)
+    check_secondary(parallel, ranks)
+    layout = layout_of(parallel, ranks)
+    device = next(model.parameters()).device.type
+    if torch.cuda.is_available() and device in ("cuda", "cpu", "meta"):
+        world = join_world("cuda", "nccl", config.timeout, layout)
+    else:
+        _check_cpu(config.precision)
+        world = join_world("cpu", "gloo", config.timeout, layout)
+    return Engine(model, optimizer, config, world, fill)
 
 
 @torch.no_grad()
 def _copy_from_first(model: nn.Module) -> None:
-    """Rank 0's values everywhere: shards of models that were seeded differently would make up none of them."""
+    """Broadcasts rank 0's values: ranks may have initialised the model from different seeds."""
     if dist.get_world_size() == 1:
         return
     for tensor in (*model.parameters(), *model.buffers()):
         data = tensor.detach().contiguous()
-        dist.broadcast(
-            data.reshape(-1).view(torch.uint8), 0
-        )  # as bytes: gloo does not know every type
+        # As bytes, since gloo does not support every dtype.
+        dist.broadcast(data.reshape(-1).view(torch.uint8), 0)
         if data.data_ptr() != tensor.data_ptr():
             tensor.copy_(data)
 
 
 def _check_cpu(precision: str) -> None:
-    """Some CPUs advertise half-precision instructions that kill the process; the cap must be there at the start."""
+    """Rejects CPUs that advertise half-precision instructions which kill the process.
+
+    The environment variables that disable those must be set before Python starts.
+    """
     from shardwise.core.cpu_probe import cpu_env
 
     for name, value in cpu_env(precision).items():
         if os.environ.get(name) != value:
             problem = "this CPU advertises instructions for it that it does not execute"
-            raise UserError(
-                "config.precision",
-                precision,
-                problem,
-                f"start Python with {name}={value}, or use fp32",
-            )
+            remedy = f"start Python with {name}={value}, or use fp32"
+            raise UserError("config.precision", precision, problem, remedy)
 
 
 def _check(values: dict[str, Any]) -> EngineConfig:
@@ -359,14 +367,14 @@ def _check(values: dict[str, Any]) -> EngineConfig:
     except ValidationError as error:
         first = error.errors()[0]
         field = ".".join(str(p) for p in first["loc"])
-        known = difflib.get_close_matches(field, list(EngineConfig.model_fields), n=1)
         if first["type"] == "extra_forbidden":
-            remedy = f"did you mean {known[0]}?" if known else "remove it"
-            raise UserError(f"config.{field}", first["input"], "unknown key", remedy) from None
-        problem = f"is not accepted ({wanted(first)})"
-        raise UserError(
-            f"config.{field}", first["input"], problem, "give a value that is"
-        ) from None
+            matches = difflib.get_close_matches(field, list(EngineConfig.model_fields), n=1)
+            problem = "unknown key"
+            remedy = f"did you mean {matches[0]}?" if matches else "remove it"
+        else:
+            problem = f"is not accepted ({wanted(first)})"
+            remedy = "give a value that is"
+        raise UserError(f"config.{field}", first["input"], problem, remedy) from None
 
 
 def _rebuilt(
@@ -375,6 +383,7 @@ def _rebuilt(
     after: dict[str, nn.Parameter],
     config: EngineConfig,
 ) -> torch.optim.Optimizer:
+    """The user's optimizer over the sharded parameters, or AdamW if `given` is None."""
     if given is None:
         return torch.optim.AdamW(
             decay_groups(after, config.weight_decay),
@@ -397,8 +406,7 @@ def _rebuilt(
         missing = [p for p in group["params"] if id(p) not in names]
         if missing:
             problem = f"holds {len(missing)} tensors that are no parameters of the model"
-            raise UserError(
-                "optimizer", type(given).__name__, problem, "build it over model.parameters()"
-            )
+            remedy = "build it over model.parameters()"
+            raise UserError("optimizer", type(given).__name__, problem, remedy)
         group["params"] = [after[names[id(p)]] for p in group["params"] if names[id(p)] in after]
     return given

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from shardwise.data.loader import StepBatch
 from shardwise.nn.attention.varlen import fast_attention
 from shardwise.optim.schedules import set_rates
-from shardwise.train.heldout import Evaluation, evaluation_of, summed_losses
+from shardwise.train.heldout import Evaluation, Rounds, evaluation_of, summed_losses
 from shardwise.train.outer_sync import NoSync, no_sync
 from shardwise.train.samples import write_samples
 from shardwise.train.session import Outcome, Session
@@ -25,7 +25,7 @@ def fit(state: TrainState, join: Callable[[TrainState], NoSync] = no_sync) -> Ou
     train = state.job.run.train
     position = state.position
     with Session(state, join) as session:
-        while session.goes_on:
+        while session.has_steps:
             step = position.step
             session.begin_step(step)
             seed_step(train.seed, step, state.world.rank // state.world.layout.tensor)
@@ -34,9 +34,8 @@ def fit(state: TrainState, join: Callable[[TrainState], NoSync] = no_sync) -> Ou
 
             with session.profiling.step(step + 1, batch.tokens):
                 loss = accumulate(state, batch)
-                if (
-                    not state.context.counts
-                ):  # another rank has the same loss, or this stage has none
+                if not state.context.counts:
+                    # Another rank has the same loss, or this pipeline stage has none.
                     loss = torch.zeros_like(loss)
                 session.report.first_gradients(state)
                 norm = session.update(step, batch, loss)
@@ -48,7 +47,7 @@ def fit(state: TrainState, join: Callable[[TrainState], NoSync] = no_sync) -> Ou
                 session.report_figures()
             if due.compare_ranks:
                 session.compare_ranks()
-            if due.sync:  # before evaluating and saving: both are of what all workers came to
+            if due.sync:  # before evaluating and saving, which use the synchronised parameters
                 due = session.synchronise(due)
             if due.evaluate:
                 with session.evaluating():
@@ -60,21 +59,26 @@ def fit(state: TrainState, join: Callable[[TrainState], NoSync] = no_sync) -> Ou
 
 
 def accumulate(state: TrainState, batch: StepBatch) -> torch.Tensor:
-    """Forward and backward over the micro-batches; returns this rank's summed loss (and by source), on the device.
+    """Forward and backward over the micro-batches; returns this rank's summed loss on the device.
 
-    The gradient is that of (sum of losses over all ranks) / (loss tokens of the whole step): every token counts the
-    same, whatever micro-batch or rank it fell into. FSDP averages over ranks, hence the factor of their number.
+    Its further elements are the objective's figures and the loss by source. The gradient is that of
+    (sum of losses over all ranks) / (loss tokens of the step): every token counts the same, in any
+    micro-batch on any rank. FSDP averages over ranks, hence the factor of their number.
     """
     scale = state.sharded.data_parallel_size / max(1, batch.supervised)
-    sources = state.loader.source_count
-    figures = 1 + len(state.objective.figures) + (sources if sources > 1 else 0)
+    figures = 1 + len(state.objective.figures)
+    if state.loader.source_count > 1:
+        figures += state.loader.source_count
     summed = torch.zeros(figures, device=state.world.device)
     if state.context.pipeline is not None:
         with fast_attention(state.world.device), state.timer.region("pipeline"):
             losses = state.context.learn(
-                state.sharded.model, state.objective, batch.micro_batches,
-                lambda loss: state.scaler.scale(loss.total * scale), state.sharded.prepare_micro_batch,
-            )  # fmt: skip
+                state.sharded.model,
+                state.objective,
+                batch.micro_batches,
+                lambda loss: state.scaler.scale(loss.total * scale),
+                state.sharded.prepare_micro_batch,
+            )
         return sum((loss.sums() for loss in losses), summed)
     for index, micro in enumerate(batch.micro_batches):
         state.sharded.prepare_micro_batch(last=index == len(batch.micro_batches) - 1)
@@ -89,24 +93,28 @@ def accumulate(state: TrainState, batch: StepBatch) -> torch.Tensor:
 
 def evaluate(state: TrainState) -> Evaluation:
     """The loss over the held-out sequences, the same on every rank."""
-    loader, world, objective, context = (
-        state.eval_loader,
-        state.world,
-        state.objective,
-        state.context,
-    )
+    loader = state.eval_loader
     assert loader is not None
-    model, micro = state.sharded.model, int(state.job.run.train.micro_batch_size)
+    world = state.world
+    model = state.sharded.model
+    objective = state.objective
+    context = state.context
+    micro = int(state.job.run.train.micro_batch_size)
+    rounds = Rounds(micro, world.place.data, world.layout.data, context.together)
     with state.sharded.evaluation():
         sums = summed_losses(
-            model, objective, loader, micro, world.device, world.place.data, world.layout.data,
-            several=lambda batches: context.losses(model, objective, batches), together=context.together,
-        )  # fmt: skip
-    sums *= context.counts  # the others' losses are nobody's, or another rank's too
+            model,
+            objective,
+            loader,
+            rounds,
+            world.device,
+            several=lambda batches: context.losses(model, objective, batches),
+        )
+    sums *= context.counts  # 0 where another rank has the same losses, or this stage has none
     dist.all_reduce(sums, group=world.control)
     return evaluation_of(sums, objective, loader.names)
 
 
 def seed_step(seed: int, step: int, rank: int) -> None:
-    """Dropout and the like: a fresh stream for each step and rank, so that resuming needs no saved state."""
+    """Seeds dropout for each step and rank anew, so that resuming needs no saved state."""
     torch.manual_seed((seed * 1_000_003 + step) * 65_537 + rank)

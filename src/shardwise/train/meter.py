@@ -1,6 +1,7 @@
-"""Collects each step's figures on the device and turns them into records when it is time to report.
+"""Collects each step's figures on the device, and turns them into records at report time.
 
-Reading a number from the device waits for it; so the step only appends tensors, and `flush` reads them all at once.
+Reading a number from the device waits for it; so steps only append tensors, and `flush` reads them
+all at once.
 """
 
 from __future__ import annotations
@@ -9,13 +10,14 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import psutil
 import torch
 import torch.distributed as dist
 
+from shardwise.data.loader import StepBatch
 from shardwise.observe.memory import device_memory
 
 
@@ -25,11 +27,15 @@ class _Pending:
     rate: float
     loss: torch.Tensor
     norm: torch.Tensor
-    supervised: int
-    tokens: int
-    epoch: float
-    sequences: int
-    by_source: tuple[int, ...]
+    batch: StepBatch
+
+
+@dataclass(frozen=True)
+class Work:
+    """FLOPs per token, and the peak FLOP/s of all devices if known, for the MFU."""
+
+    flops_per_token: float
+    peak: float | None = None
 
 
 class Meter:
@@ -41,51 +47,45 @@ class Meter:
         device: torch.device,
         total: int,
         seconds: float,
-        flops_per_token: float,
-        peak: float | None,
+        work: Work,
         sources: Sequence[str] = (),
         figures: Sequence[str] = (),
     ) -> None:
-        self._group, self._device, self.total = group, device, total
+        """`seconds`: training time of earlier sessions; `figures`: names of the objective's."""
+        self._group = group
+        self._device = device
+        self.total = total
         self._pending: list[_Pending] = []
-        self._started, self._before = time.monotonic(), seconds
+        self._started = time.monotonic()
+        self._before = seconds
         self._last = self._started
-        self._away = 0.0
+        self._paused = 0.0
         self._first_step: int | None = None
-        self._flops_per_token, self._peak = flops_per_token, peak
-        self._sources, self._figures = tuple(sources), tuple(figures)
+        self._work = work
+        self._sources = tuple(sources)
+        self._figures = tuple(figures)
 
     def add(
-        self, step: int, rate: float, loss: torch.Tensor, norm: torch.Tensor, batch: Any
+        self, step: int, rate: float, loss: torch.Tensor, norm: torch.Tensor, batch: StepBatch
     ) -> None:
-        """Notes a finished step, its loss as the objective sums it (Loss.sums); no waiting."""
-        self._first_step = step if self._first_step is None else self._first_step
-        self._pending.append(
-            _Pending(
-                step,
-                rate,
-                loss,
-                norm,
-                batch.supervised,
-                batch.tokens,
-                batch.epoch,
-                batch.sequences,
-                batch.by_source,
-            )
-        )
+        """Appends a finished step without waiting for the device; `loss` as in Loss.sums."""
+        if self._first_step is None:
+            self._first_step = step
+        counts = replace(batch, micro_batches=[])  # do not hold the tensors until the report
+        self._pending.append(_Pending(step, rate, loss, norm, counts))
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Around what is not training (evaluation, saving), so that speed and ETA speak of training alone."""
+        """Excludes evaluation and saving from speed and ETA, which are those of training alone."""
         began = time.monotonic()
         yield
-        away = time.monotonic() - began
-        self._last += away
-        self._away += away
+        pause = time.monotonic() - began
+        self._last += pause
+        self._paused += pause
 
     @property
     def seconds(self) -> float:
-        """Training time so far, earlier sessions of the same run included."""
+        """Training time so far, including earlier sessions of the run."""
         return self._before + time.monotonic() - self._started
 
     def flush(self) -> list[dict[str, Any]]:
@@ -96,56 +96,59 @@ class Meter:
         norms = torch.stack([p.norm.float() for p in self._pending]).cpu()
         dist.all_reduce(losses, group=self._group)
         now = time.monotonic()
-        speed = sum(p.tokens for p in self._pending) / max(now - self._last, 1e-9)
+        speed = sum(p.batch.tokens for p in self._pending) / max(now - self._last, 1e-9)
         self._last = now
-        per_step = (now - self._started - self._away) / (
-            self._pending[-1].step - (self._first_step or 0) + 1
-        )
+        steps = self._pending[-1].step - (self._first_step or 0) + 1
+        per_step = (now - self._started - self._paused) / steps
         memory = device_memory(self._device, self._group)
-        mfu = speed * self._flops_per_token / self._peak if self._peak else None
+        work = self._work
+        mfu = speed * work.flops_per_token / work.peak if work.peak else None
+        rows = zip(self._pending, losses.tolist(), norms.tolist(), strict=True)
         records = []
-        for entry, (loss, *parts), norm in zip(
-            self._pending, losses.tolist(), norms.tolist(), strict=True
-        ):
-            records.append(
-                {
-                    "kind": "train",
-                    "step": entry.step + 1,
-                    "loss": loss / max(1, entry.supervised),
-                    "learning_rate": entry.rate,
-                    "grad_norm": norm,
-                    "sequences": entry.sequences,
-                    "tokens": entry.tokens,
-                    "supervised_tokens": entry.supervised,
-                    "epoch": round(entry.epoch, 4),
-                    "tokens_per_second": round(speed, 1),
-                    "mfu": mfu,
-                    "memory_bytes": memory_now(self._device),
-                    "elapsed_seconds": round(self.seconds, 3),
-                    "eta_seconds": round(per_step * (self.total - entry.step - 1), 1),
-                }
-                | memory
-                | {
-                    name: value / max(1, entry.supervised)
-                    for name, value in zip(self._figures, parts, strict=False)
-                }
-                | told_by_source(self._sources, parts[len(self._figures) :], entry.by_source)
-            )
+        for entry, sums, norm in rows:
+            batch = entry.batch
+            record: dict[str, Any] = {
+                "kind": "train",
+                "step": entry.step + 1,
+                "loss": sums[0] / max(1, batch.supervised),
+                "learning_rate": entry.rate,
+                "grad_norm": norm,
+                "sequences": batch.sequences,
+                "tokens": batch.tokens,
+                "supervised_tokens": batch.supervised,
+                "epoch": round(batch.epoch, 4),
+                "tokens_per_second": round(speed, 1),
+                "mfu": mfu,
+                "memory_bytes": memory_now(self._device),
+                "elapsed_seconds": round(self.seconds, 3),
+                "eta_seconds": round(per_step * (self.total - entry.step - 1), 1),
+            }
+            records.append(record | memory | self._figures_of(sums, batch))
         self._pending = []
         return records
 
+    def _figures_of(self, sums: list[float], batch: StepBatch) -> dict[str, Any]:
+        """The objective's figures, then the loss by source."""
+        figures: dict[str, Any] = {}
+        for name, value in zip(self._figures, sums[1:], strict=False):
+            figures[name] = value / max(1, batch.supervised)
+        first = 1 + len(self._figures)
+        return figures | figures_by_source(self._sources, sums[first:], batch.by_source)
 
-def told_by_source(
+
+def figures_by_source(
     names: Sequence[str], sums: Sequence[float], counts: Sequence[int]
 ) -> dict[str, Any]:
-    """Loss and learned tokens of each source that has any, for a record; nothing where there is but one source."""
+    """Loss and trained tokens of each source that has any; nothing with a single source."""
     if len(names) < 2:
         return {}
-    there = [(n, s, c) for n, s, c in zip(names, sums, counts, strict=True) if c]
-    return {
-        "losses": {n: s / c for n, s, c in there},
-        "supervised_by_source": {n: c for n, _, c in there},
-    }
+    losses: dict[str, float] = {}
+    supervised: dict[str, int] = {}
+    for name, total, count in zip(names, sums, counts, strict=True):
+        if count:
+            losses[name] = total / count
+            supervised[name] = count
+    return {"losses": losses, "supervised_by_source": supervised}
 
 
 def memory_now(device: torch.device) -> int:
@@ -156,20 +159,22 @@ def memory_now(device: torch.device) -> int:
 
 
 def not_finite(records: list[dict[str, Any]], steps_skipped: bool = False) -> str | None:
-    """What to tell of a loss or gradient that is no number, if there is one: it ruins the weights for good.
+    """Describes the first NaN or infinite loss or gradient, which would ruin the weights.
 
     Where fp16's loss scaling skips the steps whose gradient overflowed, only the loss counts.
     """
     for record in records:
-        loss, norm = record["loss"], record["grad_norm"]
-        if math.isfinite(loss) and (math.isfinite(norm) or steps_skipped):
+        loss = record["loss"]
+        norm = record["grad_norm"]
+        if not math.isfinite(loss):
+            problem = f"the loss became {loss} at step {record['step']} (gradient norm {norm:.3g})"
+        elif not math.isfinite(norm) and not steps_skipped:
+            problem = f"the gradient norm became {norm} at step {record['step']} (loss {loss:.4g})"
+        else:
             continue
-        what = f"gradient norm became {norm}" if math.isfinite(loss) else f"loss became {loss}"
-        other = f"loss {loss:.4g}" if math.isfinite(loss) else f"gradient norm {norm:.3g}"
-        wider = ", or use precision: bf16 or fp32" if steps_skipped else ""
+        precision = ", or use precision: bf16 or fp32" if steps_skipped else ""
         return (
-            f"the {what} at step {record['step']} ({other})\n"
-            f"  → lower train.learning_rate, raise train.warmup{wider}; or have it go back and leave those data out "
-            "(guard.nan: back)"
+            f"{problem}\n  → lower train.learning_rate, raise train.warmup{precision}; "
+            "or have it go back and leave those data out (guard.nan: back)"
         )
     return None

@@ -1,4 +1,4 @@
-"""Synchronisation with other workers between steps (DiLoCo), as the loop sees it."""
+"""Interface of the loop to synchronisation with other workers between steps (DiLoCo)."""
 
 from __future__ import annotations
 
@@ -29,6 +29,6 @@ class NoSync:
 
 
 def no_sync(state: Any) -> NoSync:
-    """For runs that are not one of several workers; who hands nothing else to the loop cannot run those."""
+    """Returns the synchronisation of a run that trains alone; DiLoCo runs must pass their own."""
     assert state.job.run.diloco is None, "a DiLoCo run needs diloco.worker.join_others"
     return NoSync()

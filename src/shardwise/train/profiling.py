@@ -1,7 +1,8 @@
-"""`train --profile 10,500`: chosen steps of a real run under torch's profiler, told in words.
+"""`train --profile 10,500`: profiles chosen steps of a run with torch's profiler.
 
-Each rank leaves a trace (chrome://tracing, Perfetto) and, on a GPU, a snapshot of its memory under `profile` in the
-output folder; the main rank also what the step was made of, what of the communication was hidden, and what to change.
+Each rank writes a trace (chrome://tracing, Perfetto) and, on a GPU, a snapshot of its memory to
+`profile` in the output folder. The main rank adds a summary: time by kind of work, how much of the
+communication was hidden, and suggestions.
 """
 
 from __future__ import annotations
@@ -21,31 +22,33 @@ from shardwise.observe.profile import UPDATE, StepProfile, recording
 if TYPE_CHECKING:
     from shardwise.resolved_run import ResolvedRun
 
-LONGEST = 100_000  # allocations that a snapshot remembers
+LONGEST = 100_000  # allocations in a memory snapshot
 
 
 class Profiling:
-    """Records the steps that were asked for; nothing else costs anything."""
+    """Profiles the steps of `log.profile`; other steps cost nothing."""
 
     def __init__(self, job: ResolvedRun, world: World, total: int) -> None:
-        self._job, self._world, self._steps = job, world, frozenset(job.run.log.profile)
-        self._folder, self._active = job.output / "profile", False
-        late = sorted(step for step in self._steps if step > total)
-        steps = ", ".join(map(str, late))
-        self._told = (
-            [f"not profiled, since the run ends after {total} steps: {steps} (log.profile)"]
-            if late
-            else []
-        )
+        self._job = job
+        self._world = world
+        self._steps = frozenset(job.run.log.profile)
+        self._folder = job.output / "profile"
+        self._active = False
+        self._notes: list[str] = []
+        late = ", ".join(str(step) for step in sorted(self._steps) if step > total)
+        if late:
+            note = f"not profiled, since the run ends after {total} steps: {late} (log.profile)"
+            self._notes.append(note)
 
     @contextmanager
     def step(self, number: int, tokens: int) -> Iterator[None]:
-        """Around a step."""
+        """Context of a step, which is profiled if `number` was configured."""
         if number not in self._steps:
             yield
             return
         self._folder.mkdir(parents=True, exist_ok=True)
-        name, cuda = f"step-{number:08d}.rank-{self._world.rank}", self._world.device.type == "cuda"
+        name = f"step-{number:08d}.rank-{self._world.rank}"
+        cuda = self._world.device.type == "cuda"
         trace = self._folder / f"{name}.trace.json"
         if cuda:
             record_memory_history(LONGEST)
@@ -62,33 +65,43 @@ class Profiling:
             summary = self._folder / f"step-{number:08d}.txt"
             text = in_words(self._job, recorded.profile, tokens, self._world)
             summary.write_text(text)
-            self._told = [
-                f"step {number} under the profiler: {summary}, {trace}",
-                *text.splitlines(),
-            ]
+            self._notes = [f"step {number} under the profiler: {summary}, {trace}"]
+            self._notes += text.splitlines()
 
     def update(self) -> AbstractContextManager[Any]:
-        """Around the update, within a step."""
+        """Context of the optimizer's update, within a step."""
         return record_function(UPDATE) if self._active else nullcontext()
 
-    def told(self) -> list[str]:
-        """What to tell of the last recorded step, once."""
-        told, self._told = self._told, []
-        return told
+    def take_notes(self) -> list[str]:
+        """Returns the lines about the last profiled step, once."""
+        notes = self._notes
+        self._notes = []
+        return notes
 
 
-def in_words(job: ResolvedRun, found: StepProfile, tokens: int, world: World) -> str:
-    """What the step was made of and what would make it faster."""
+def in_words(job: ResolvedRun, profile: StepProfile, tokens: int, world: World) -> str:
+    """A step's time by kind of work, and suggestions to make it faster, as text."""
     from rich.console import Console
 
     from shardwise.observe.profile_advice import Speed, advise, show_profile
 
-    cuda = world.device.type == "cuda"
-    memory = torch.cuda.max_memory_allocated(world.device) if cuda else None
-    room = torch.cuda.get_device_properties(world.device).total_memory if cuda else None
-    device = torch.cuda.get_device_name(world.device) if cuda else "CPU"
+    memory = None
+    room = None
+    device = "CPU"
+    if world.device.type == "cuda":
+        memory = torch.cuda.max_memory_allocated(world.device)
+        room = torch.cuda.get_device_properties(world.device).total_memory
+        device = torch.cuda.get_device_name(world.device)
     speed = Speed(
-        found.whole or 1e-9, tokens, None, memory, room, device, world.size, world.rank, found
+        seconds=profile.whole or 1e-9,
+        tokens=tokens,
+        mfu=None,
+        memory=memory,
+        room=room,
+        device=device,
+        ranks=world.size,
+        rank=world.rank,
+        profile=profile,
     )
     page = Console(file=io.StringIO(), width=110)
     show_profile(speed, advise(job.run, speed), page)

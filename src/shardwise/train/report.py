@@ -1,4 +1,4 @@
-"""What is told in training: the live line, metrics.jsonl and remarks by the main rank; by each rank a line of its own.
+"""Reports of training: the main rank's live line, metrics.jsonl and notes; a file for each rank.
 
 `shardwise watch` draws its dashboard from these files.
 """
@@ -26,18 +26,25 @@ from shardwise.train.heldout import Evaluation
 from shardwise.train.setup import TrainState
 from shardwise.train.status import logs_of
 
-LARGE = 50_000_000  # parameters from which writing and exporting take more than a moment
-BREAKDOWN_INTERVAL = 1.0  # seconds between breakdowns on the terminal: a fast run stays readable
+LARGE = 50_000_000  # parameters from which saving and exporting take long enough to announce
+BREAKDOWN_INTERVAL = 1.0  # seconds between breakdowns on the terminal, to keep it readable
 
 
 class TrainReport:
-    """On the main rank: the live line and metrics.jsonl. On each its own figures; on a host's first the host's."""
+    """Live line and metrics.jsonl on the main rank; a file of figures for each rank and host.
+
+    The first rank of each host writes the host's figures.
+    """
 
     def __init__(self, state: TrainState, total: int) -> None:
-        run, self._active, self._scaler = state.job.run, state.world.is_main, state.scaler
-        self._looked, self._large = False, state.job.parameters >= LARGE
-        world, logs = state.world, logs_of(state.job.output)
-        self._own = RankFile(logs, world.rank, world.size, _device_name(world.device))
+        run = state.job.run
+        world = state.world
+        logs = logs_of(state.job.output)
+        self._active = world.is_main
+        self._scaler = state.scaler
+        self._gradients_checked = False
+        self._large = state.job.parameters >= LARGE
+        self._rank_file = RankFile(logs, world.rank, world.size, _device_name(world.device))
         self._host: AbstractContextManager[Any] = nullcontext()
         if world.local_rank == 0:
             self._host = HostFigures(host_file(logs, world.rank), state.job.output)
@@ -54,12 +61,12 @@ class TrainReport:
                 run.model_dump(mode="json"),
                 state.position.step,
             )
-            self._timer, self._told_at = state.timer, -math.inf
-            device = state.world.device
-            cuda = device.type == "cuda"
-            self._memory = MemoryWatch(
-                torch.cuda.get_device_properties(device).total_memory if cuda else 0
-            )
+            self._timer = state.timer
+            self._breakdown_at = -math.inf  # time of the last breakdown on the terminal
+            memory = 0
+            if world.device.type == "cuda":
+                memory = torch.cuda.get_device_properties(world.device).total_memory
+            self._memory = MemoryWatch(memory)
 
     def __enter__(self) -> TrainReport:
         self._host.__enter__()
@@ -69,7 +76,8 @@ class TrainReport:
 
     def __exit__(self, *error: Any) -> None:
         self._host.__exit__(*error)
-        self._own.close(f"{type(error[1]).__name__}: {error[1]}"[:500] if error[1] else "left")
+        reason = f"{type(error[1]).__name__}: {error[1]}"[:500] if error[1] else "left"
+        self._rank_file.close(reason)
         if self._active:
             self._trackers.close(failed=error[1] is not None)
             for line in self._timer.summary() + self._trackers.troubles():
@@ -78,14 +86,20 @@ class TrainReport:
             self._file.close()
 
     def trained(self, records: list[dict[str, Any]], waiting: float | None = None) -> None:
-        """New training records, oldest first; `waiting`: this rank's share of a step, for others, of late."""
-        self._own.report(records, waiting)
-        for record in records if self._active else []:
+        """Reports new records of steps, oldest first.
+
+        `waiting`: the share of recent steps that this rank waited for others.
+        """
+        self._rank_file.report(records, waiting)
+        if not self._active:
+            return
+        for record in records:
             if self._scaler.is_enabled() and not math.isfinite(record["grad_norm"]):
                 record["skipped"] = True
-                now = self._scaler.get_scale()
+                scale = self._scaler.get_scale()
                 self._progress.note(
-                    f"step {record['step']}: gradients overflowed fp16, update skipped; loss scale {now:g}"
+                    f"step {record['step']}: gradients overflowed fp16, update skipped; "
+                    f"loss scale {scale:g}"
                 )
             elif why := record.get("why"):
                 self._progress.note(f"step {record['step']}: {why}; its update was skipped")
@@ -94,25 +108,27 @@ class TrainReport:
             self._progress.update(record)
             if trouble := self._memory.warning(record):
                 self._progress.note(trouble)
-            if "breakdown" in record and time.monotonic() - self._told_at >= BREAKDOWN_INTERVAL:
-                self._told_at = time.monotonic()
+            now = time.monotonic()
+            if "breakdown" in record and now - self._breakdown_at >= BREAKDOWN_INTERVAL:
+                self._breakdown_at = now
                 self._progress.note(f"step {record['step']}  {breakdown_line(record['breakdown'])}")
-        self.noted(self._trackers.troubles() if self._active else [])
+        self.noted(self._trackers.troubles())
 
     def first_gradients(self, state: TrainState) -> None:
-        """Once: says what is to be trained but has no gradient, which would stay as it is in silence."""
-        if self._active and not self._looked:
+        """Reports, once, trainable parameters without a gradient, which would never change."""
+        if self._active and not self._gradients_checked:
             if idle := without_gradient(state.sharded, state.update):
                 self._progress.note(idle)
-            self._looked = True
+            self._gradients_checked = True
 
     def noted(self, lines: list[str]) -> None:
-        """Something to be told once."""
-        for line in lines if self._active else []:
-            self._progress.note(line)
+        """Prints lines above the live line."""
+        if self._active:
+            for line in lines:
+                self._progress.note(line)
 
     def evaluated(self, step: int, held_out: Evaluation) -> None:
-        """A new evaluation."""
+        """Reports a new evaluation."""
         if self._active:
             record = {"kind": "eval", "step": step, **held_out.record, "time": time.time()}
             self._file.append(record)
@@ -120,33 +136,36 @@ class TrainReport:
             self._progress.evaluated(record)
 
     def met(self, record: dict[str, Any]) -> None:
-        """A meeting with workers that train apart."""
+        """Reports a synchronisation with other workers (DiLoCo)."""
         if self._active:
             self._file.append(record | {"time": time.time()})
             self._progress.note(f"step {record['step']}: {_met(record)}")
 
     def slow(self, records: list[dict[str, Any]]) -> None:
-        """Ranks that were found to keep the others waiting."""
-        for record in records if self._active else []:
-            self._file.append(record)
-            self._progress.note(describe_slow_rank(record))
+        """Reports ranks that keep the others waiting."""
+        if self._active:
+            for record in records:
+                self._file.append(record)
+                self._progress.note(describe_slow_rank(record))
 
-    def ending(self, words: str) -> None:
-        """What is still to do after the last step, where that takes more than a moment."""
-        self.noted([words] if self._large else [])
+    def ending(self, activity: str) -> None:
+        """Announces work after the last step, if the model is so large that it takes a while."""
+        if self._large:
+            self.noted([activity])
 
     def ended(self, early: str) -> None:
-        """Why there are no more steps, where it is not that all are done."""
-        if self._active and early:
-            self._progress.note(early)
+        """Reports why the run ended early, if it did."""
+        if early:
+            self.noted([early])
 
 
 def _met(record: dict[str, Any]) -> str:
-    """A meeting, in words."""
+    """Describes a synchronisation with other workers."""
     if record.get("left"):
         return "left the other workers before they met"
-    count, seconds = len(record["workers"] or []), record["seconds_waited"]
-    waited = f"round {record['round']}, {count} worker{'s' * (count != 1)}, waited {seconds:.1f} s"
+    count = len(record["workers"] or [])
+    workers = f"{count} worker" if count == 1 else f"{count} workers"
+    waited = f"round {record['round']}, {workers}, waited {record['seconds_waited']:.1f} s"
     if record.get("lost"):
         return f"{waited}: came too late to be counted, went on from the others'"
     return f"met the others: {waited}"

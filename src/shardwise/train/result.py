@@ -1,25 +1,22 @@
-"""What a finished run hands over."""
+"""The result of a finished run."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    pass
+from typing import Any
 
 
 @dataclass(frozen=True)
 class Result:
-    """What a finished run hands over."""
+    """Last step and losses of a finished run, its records, and where its model is."""
 
     step: int
     loss: float | None
     eval_loss: float | None
     model: Path
     metrics: list[dict[str, Any]]
-    check: str | None = None  # what comparing the exported folder with the trained model said
-    exported: str | None = None  # the checkpoint that the model is of
-    foresight: str | None = None  # what was measured beside what was predicted
-    notes: tuple[str, ...] = ()  # what else the export reported
+    check: str | None = None  # result of comparing the exported folder with the trained model
+    exported: str | None = None  # name of the exported checkpoint
+    foresight: str | None = None  # measurements beside the predictions
+    notes: tuple[str, ...] = ()  # further remarks of the export

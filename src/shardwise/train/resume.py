@@ -1,8 +1,8 @@
-"""What a run goes on from: the newest whole state, on disk or in memory, and the same one on every rank.
+"""Chooses the state that a run resumes from: the newest intact one, on disk or in memory.
 
-With `resume: auto` a damaged checkpoint is put aside where an earlier one is whole, and the run goes on from that: a
-scheduler starts the same command again and nobody reads its messages. One that was given by its name is meant: if it is
-damaged the run ends, as it does where nothing whole is left.
+All ranks choose the same one. With `resume: auto` a damaged checkpoint is renamed if an earlier one
+is intact, and the run resumes from that: a scheduler restarts the same command and nobody reads its
+messages. The run ends if no checkpoint is intact, or if the one given by name is damaged.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from shardwise.core.safe_pickle import SafeReader
 
 @dataclass(frozen=True)
 class Damaged:
-    """A checkpoint that was put aside."""
+    """A damaged checkpoint that was renamed."""
 
     name: str
     step: int
@@ -32,7 +32,10 @@ class Damaged:
 
 @dataclass(frozen=True)
 class Start:
-    """A verified state, or none to start afresh; `reader` of a copy in memory; what was put aside on the way."""
+    """A verified state, or none to start afresh.
+
+    `reader` is set for a copy in memory; `damaged` lists the checkpoints that were skipped.
+    """
 
     folder: Path | None
     reader: SafeReader | None = None
@@ -46,14 +49,15 @@ def find_start(
     copies: MemoryCheckpoints | NoMemoryCheckpoints,
     group: dist.ProcessGroup,
 ) -> Start:
-    """Chooses and verifies, the ranks together; raises UserError where what is there cannot be gone on from."""
+    """Chooses and verifies a state, on all ranks together; raises UserError if none can be used."""
     if resume != "auto":
         folder = choose_checkpoint(resume, root)
         if folder is not None:
             check_whole(folder, group)
         return Start(folder)
     folders = _as_main_sees(root, group)
-    if (start := _in_memory(copies, folders[0] if folders else None, ())) is not None:
+    newest = folders[0] if folders else None
+    if (start := _in_memory(copies, newest, ())) is not None:
         return start
     damaged: list[Damaged] = []
     for folder in folders:
@@ -61,20 +65,23 @@ def find_start(
             break
         damaged.append(Damaged(folder.name, step_of(folder) or 0, damage))
     if not damaged:
-        return Start(folders[0] if folders else None)
-    whole = folders[len(damaged)] if len(damaged) < len(folders) else None
-    start = _in_memory(copies, whole, tuple(damaged)) or Start(whole, damaged=tuple(damaged))
-    if start.folder is None:  # nothing was renamed: whoever mends a file can go on from it
+        return Start(newest)
+    intact = folders[len(damaged)] if len(damaged) < len(folders) else None
+    start = _in_memory(copies, intact, tuple(damaged)) or Start(intact, damaged=tuple(damaged))
+    if start.folder is None:  # nothing is renamed: a run can resume once the files are repaired
         raise refusal(folders[0], damaged[0].damage, None)
     if dist.get_rank(group) == 0:
-        for one in damaged:
-            put_aside(root / one.name)
+        for checkpoint in damaged:
+            put_aside(root / checkpoint.name)
     dist.barrier(group=group)
     return start
 
 
 def _as_main_sees(root: Path, group: dist.ProcessGroup) -> list[Path]:
-    """Checkpoints, newest first. Hosts may see a shared folder in different states for some seconds."""
+    """Checkpoints, newest first, as the main rank sees them.
+
+    Hosts may see a shared folder in different states for some seconds.
+    """
     box = [[folder.name for folder in reversed(list_checkpoints(root))]]
     dist.broadcast_object_list(box, group=group, group_src=0)
     return [root / name for name in box[0]]
@@ -86,36 +93,46 @@ def _in_memory(
     damaged: tuple[Damaged, ...],
 ) -> Start | None:
     """A copy in memory that is newer than this checkpoint."""
-    step = step_of(beyond) if beyond is not None else None
-    found = copies.find(beyond=-1 if step is None else step)
-    if found is None:
+    step = None if beyond is None else step_of(beyond)
+    copy = copies.find(beyond=-1 if step is None else step)
+    if copy is None:
         return None
-    return Start(
-        found.folder, copies.reader(found), f"the copy of step {found.step} in memory", damaged
-    )
+    place = f"the copy of step {copy.step} in memory"
+    return Start(copy.folder, copies.reader(copy), place, damaged)
 
 
-def told(start: Start, step: int) -> list[str]:
-    """What to say of the checkpoints that were put aside, given the step that the run goes on from."""
-    place = start.place or (start.folder.name if start.folder else "the beginning")
-    lines = []
-    for one in start.damaged:
-        lost = max(0, one.step - step)
-        again = f"{lost} step{'s are' if lost != 1 else ' is'} lost and done again"
-        lines.append(
-            f"WARNING: the checkpoint {one.name} is damaged: {in_words(one.damage)}\n"
-            f"  put aside as damaged-{one.name}; going on from {place}: {again}"
+def damage_warnings(start: Start, step: int) -> list[str]:
+    """Warnings about damaged checkpoints, given the step that the run resumes from."""
+    place = _place(start) or "the beginning"
+    warnings = []
+    for checkpoint in start.damaged:
+        name = checkpoint.name
+        lost = max(0, checkpoint.step - step)
+        steps = "1 step is" if lost == 1 else f"{lost} steps are"
+        warnings.append(
+            f"WARNING: the checkpoint {name} is damaged: {in_words(checkpoint.damage)}\n"
+            f"  put aside as damaged-{name}; going on from {place}: {steps} lost and done again"
         )
-    return lines
+    return warnings
 
 
-def records(start: Start, step: int) -> list[dict[str, Any]]:
-    """The same for metrics.jsonl."""
+def damage_records(start: Start, step: int) -> list[dict[str, Any]]:
+    """The same as records for metrics.jsonl."""
     return [
         {
-            "kind": "damaged", "step": step, "checkpoint": one.name, "files": [str(d) for d in one.damage[:8]],
-            "from": start.place or (start.folder.name if start.folder else None), "lost_steps": max(0, one.step - step),
+            "kind": "damaged",
+            "step": step,
+            "checkpoint": checkpoint.name,
+            "files": [str(damage) for damage in checkpoint.damage[:8]],
+            "from": _place(start),
+            "lost_steps": max(0, checkpoint.step - step),
             "time": time.time(),
         }
-        for one in start.damaged
-    ]  # fmt: skip
+        for checkpoint in start.damaged
+    ]
+
+
+def _place(start: Start) -> str | None:
+    if start.place:
+        return start.place
+    return start.folder.name if start.folder else None

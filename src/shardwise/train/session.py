@@ -1,4 +1,4 @@
-"""What surrounds the loop's steps: decisions that all ranks take together, reports, evaluations, checkpoints, the end.
+"""Everything around the loop's steps: common decisions, reports, evaluations, checkpoints, the end.
 
 The algorithm is in loop.py; nothing here computes a loss or a gradient.
 """
@@ -27,7 +27,6 @@ from shardwise.observe.curve import write_curve_html
 from shardwise.observe.metrics import read_metrics
 from shardwise.observe.pace import EVERY, Pace
 from shardwise.observe.prediction import beside_prediction
-from shardwise.resolved_run import ResolvedRun
 from shardwise.train.control import Control
 from shardwise.train.early_stopping import EarlyStopping
 from shardwise.train.guard import LossGuard
@@ -42,7 +41,10 @@ from shardwise.train.state import tensors_of, write_model
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended: steps done, last losses, and the signal that stopped it (0 = it finished, `early` says why)."""
+    """How a run ended: steps done, last losses, and the signal that stopped it (0: none).
+
+    `early` is the reason of an early stop.
+    """
 
     step: int
     loss: float | None
@@ -53,7 +55,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Due:
-    """What is to be done after a step."""
+    """Actions due after a step."""
 
     last: bool
     report: bool
@@ -69,37 +71,41 @@ class Session:
 
     def __init__(self, state: TrainState, join: Callable[[TrainState], NoSync]) -> None:
         self.state = state
-        run, position, job = state.job.run, state.position, state.job
+        job = state.job
+        run = job.run
+        position = state.position
         self.stop = 0  # the signal to stop on
         self.loss: float | None = None
         self.eval_loss: float | None = None
         self.sync = join(state)  # it may move the position
         self._guard = LossGuard(run.guard, state.world, job.output, state.scaler.is_enabled())
-        self._skipped = self._guard.resume(position)  # this too
+        self._skipped = self._guard.resume(position)  # moves it too
         self.total = state.meter.total = job.last_step(position.step, position.sequences)
         self.report = TrainReport(state, self.total)
         self._early = early_stopping_of(state)
         forget_samples_after(state)
-        timed = (run.checkpoint.every, run.train.eval_every, run.checkpoint.memory)
-        save_seconds, eval_seconds, copy_seconds = (
-            every.seconds if every else None for every in timed
-        )
         self._control = Control(
             state.world.control,
-            save_seconds,
-            eval_seconds,
-            copy_seconds,
-            EVERY,
-            lambda: state.copies.busy,
+            save_seconds=_seconds(run.checkpoint.every),
+            eval_seconds=_seconds(run.train.eval_every),
+            copy_seconds=_seconds(run.checkpoint.memory),
+            pace_seconds=EVERY,
+            busy=lambda: state.copies.busy,
         )
         self._pace = Pace(state.world.control, state.timer)
         self.profiling = Profiling(job, state.world, self.total)
         rows = run.train.batch_size
         end = position.sequences + (self.total - position.step) * rows
+        if job.epochs is not None:
+            end = job.epochs.end
         self._batches = Prefetcher(
-            state.loader, rows, int(run.train.micro_batch_size), state.world.place.data, state.world.layout.data,
-            end=job.epochs.end if job.epochs is not None else end,
-        )  # fmt: skip
+            state.loader,
+            rows,
+            int(run.train.micro_batch_size),
+            state.world.place.data,
+            state.world.layout.data,
+            end=end,
+        )
         self._open = ExitStack()
 
     def __enter__(self) -> Session:
@@ -110,7 +116,7 @@ class Session:
             position = self.state.position
             finished = position.step >= self.total or self._early.enough
             if finished and not step_folder(self.state.store.root, position.step).is_dir():
-                save(self.state)  # it was finished in another output folder
+                save(self.state)  # the run was finished in another output folder
             self._open = opened.pop_all()
         return self
 
@@ -118,7 +124,7 @@ class Session:
         return self._open.__exit__(*error)
 
     @property
-    def goes_on(self) -> bool:
+    def has_steps(self) -> bool:
         """Whether there is another step to take."""
         return self.state.position.step < self.total and not self.stop and not self._early.enough
 
@@ -130,7 +136,7 @@ class Session:
         self.state.status.set("computing", step + 1)
 
     def next_batch(self) -> StepBatch:
-        """This rank's micro-batches of the step, with counts of loss tokens over all ranks."""
+        """This rank's micro-batches of the step, with loss tokens counted over all ranks."""
         with self.state.timer.region("data"):
             batch = self._batches.step(self.state.position.sequences)
         if not self.state.loader.layout.counted:
@@ -138,17 +144,18 @@ class Session:
         return batch
 
     def update(self, step: int, batch: StepBatch, loss: torch.Tensor) -> torch.Tensor:
-        """Updates the parameters, unless the guard skips the step; the gradient norm before clipping."""
+        """Updates the parameters unless the guard skips the step; returns the unclipped norm."""
         until = self.state.position.sequences + batch.sequences
         with self.state.timer.region("step"), self.profiling.update():
             norm = self.state.update(self._guard.allowing(step + 1, until, loss, batch.supervised))
         return norm
 
     def end_step(self) -> Due:
-        """What all ranks decided to do after this step."""
-        self.report.noted(self.profiling.told())
+        """The actions due after this step, agreed by all ranks."""
+        self.report.noted(self.profiling.take_notes())
         self._pace.end()
-        run, step = self.state.job.run, self.state.position.step
+        run = self.state.job.run
+        step = self.state.position.step
         self.stop, save_due, eval_due = self._control.end()
         last = step >= self.total
         evaluates = last or eval_due or _due(run.train.eval_every, step)
@@ -156,12 +163,12 @@ class Session:
         syncs = (last or not self.stop) and self.sync.due(step, last)
         copies = not saves and self.state.copies.due(step, run.checkpoint.memory, self._control)
         evaluates = evaluates and self.state.eval_loader is not None and not self.stop
-        # Figures are read before anything is saved: a checkpoint of a run that has gone wrong would be of no use.
+        # Figures are read before saving: a checkpoint after a NaN loss would be of no use.
         reports = evaluates or saves or copies or syncs or step % run.log.every == 0
         return Due(last, reports, self._control.pace_due, syncs, evaluates, saves, copies)
 
     def report_figures(self) -> None:
-        """Reads the figures of the steps since the last report; raises if they have gone wrong."""
+        """Reads the figures of the steps since the last report; raises on NaN, spikes and so on."""
         state = self.state
         records = state.context.annotate(state.timer.annotate(state.meter.flush()))
         failure = self._guard.look(records, state.position)
@@ -182,7 +189,7 @@ class Session:
         self.report.slow(self._pace.compare(self.state.position.step))
 
     def synchronise(self, due: Due) -> Due:
-        """Synchronises with other workers; whoever was behind them has moved on."""
+        """Synchronises with other workers; a worker that was behind may skip to a later step."""
         self.state.status.set("meeting the other workers")
         with self.state.meter.paused():
             record = self.sync.meet(
@@ -197,13 +204,13 @@ class Session:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Around an evaluation, whose time is none of training's."""
+        """Context of an evaluation, whose time does not count as training."""
         self.state.status.set("evaluating")
         with self.state.meter.paused():
             yield
 
     def take_evaluation(self, due: Due, held_out: Evaluation) -> Due:
-        """Reports an evaluation; the best so far, and one that ends the run, are saved."""
+        """Reports an evaluation; a save is due if it is the best so far or ends the run."""
         self.eval_loss = held_out.loss
         self.report.evaluated(self.state.position.step, held_out)
         best = self._early.evaluated(held_out.record)
@@ -222,76 +229,82 @@ class Session:
         self.report.noted([*state.store.notes(), *state.copies.notes()])
 
     def finish(self) -> Outcome:
-        """Waits for the last checkpoint; on the main rank of a run that is done, exports the model."""
+        """Waits for the last checkpoint; exports the model on the main rank if the run is done."""
         state = self.state
         self.report.noted([*state.context.idle(), *state.sharded.idle()])
         state.status.set("finishing the last checkpoint")
         self.report.ending("the last checkpoint is being written")
         state.store.wait()
         state.copies.close()
-        outcome = Outcome(
-            state.position.step, self.loss, self.eval_loss, self.stop, self._early.enough
-        )
+        position = state.position
+        outcome = Outcome(position.step, self.loss, self.eval_loss, self.stop, self._early.enough)
         if not self.stop and state.world.is_main:
             state.status.set("exporting")
             self.report.ended(outcome.early)
             self.report.ending("the model is being exported, and compared with the trained one")
-            best = state.position.best_step if state.job.run.export.checkpoint == "best" else None
-            finish(
-                state,
-                outcome,
-                step_folder(state.store.root, state.position.step if best is None else best),
-            )
+            step = position.step
+            if state.job.run.export.checkpoint == "best" and position.best_step is not None:
+                step = position.best_step
+            finish(state, outcome, step_folder(state.store.root, step))
         dist.barrier(group=state.world.checkpoint)
         return outcome
 
 
 def agree_on_units(batch: StepBatch, world: World) -> StepBatch:
-    """The batch with the counts over all ranks, where each rank knows its own micro-batches' alone."""
+    """The batch with counts over all ranks, if each rank knows those of its micro-batches only."""
     counts = torch.zeros(len(batch.by_source), dtype=torch.int64)
     for micro in batch.micro_batches:
-        counts += micro.units * (micro.counts and world.leads)  # not twice
+        if micro.counts and world.leads:  # count a micro-batch on one of its ranks only
+            counts += micro.units
     dist.all_reduce(counts, group=world.control)
-    return replace(batch, supervised=int(counts.sum()), by_source=tuple(int(n) for n in counts))
+    return replace(batch, supervised=int(counts.sum()), by_source=tuple(counts.tolist()))
 
 
 def early_stopping_of(state: TrainState) -> EarlyStopping:
-    """Follows the run's evaluations from its position on."""
+    """Returns the run's early stopping, which continues from the run's position."""
     sources = state.eval_loader.names if state.eval_loader else []
-    figures = (*state.objective.figures, *(["perplexity"] if state.objective.of_tokens else []))
+    figures = list(state.objective.figures)
+    if state.objective.of_tokens:
+        figures.append("perplexity")
     return EarlyStopping(state.job.run, state.position, state.store.root, sources, figures)
 
 
 def save(state: TrainState) -> None:
     """Starts a checkpoint of the current position."""
-    job, tensors, position, run_json = _state(state)
+    tensors, position, run_json = _contents(state)
     state.store.save(
-        state.position.step, tensors, position, run_json,
-        lambda folder: write_model(folder, state.sharded.model, job), state.position.best_step,
-    )  # fmt: skip
+        state.position.step,
+        tensors,
+        position,
+        run_json,
+        lambda folder: write_model(folder, state.sharded.model, state.job),
+        state.position.best_step,
+    )
     state.sharded.saved()
 
 
 def copy(state: TrainState) -> None:
     """Starts a copy of the current position in memory."""
-    _, tensors, position, run_json = _state(state)
+    tensors, position, run_json = _contents(state)
     state.copies.save(state.position.step, tensors, position, run_json)
     state.sharded.saved()
 
 
-def _state(state: TrainState) -> tuple[ResolvedRun, dict[str, Any], dict[str, Any], str]:
-    """What a later start needs."""
-    position, job = state.position, state.job
+def _contents(state: TrainState) -> tuple[dict[str, Any], dict[str, Any], str]:
+    """Contents of a checkpoint: tensors, trainer.json and run.json."""
+    job = state.job
+    position = state.position
     position.seconds = state.meter.seconds
     position.scaler = state.scaler.state_dict()
     position.fp32 = state.context.biases
     tensors = tensors_of(state.sharded, state.optimizer)
-    return job, tensors, position.to_json(job.data.fingerprint), job.run.model_dump_json(indent=1)
+    return tensors, position.to_json(job.data.fingerprint), job.run.model_dump_json(indent=1)
 
 
 def finish(state: TrainState, outcome: Outcome, checkpoint: Path) -> None:
-    """On the main rank: the Hugging Face folder, the curve and a summary beside them."""
+    """On the main rank: exports the Hugging Face folder; writes the loss curve and a summary."""
     job = state.job
+    label = job.source.label
     target = job.output / "model"
     write_data(job)
     export = job.run.export
@@ -302,13 +315,10 @@ def finish(state: TrainState, outcome: Outcome, checkpoint: Path) -> None:
     exported = export_folder(checkpoint, target, options, check=export.check, most=SOON)
     if export.merged:
         options = replace(options, merged=True)
-        exported = export_folder(
-            checkpoint, job.output / "merged", options, check=export.check, most=SOON
-        )
+        merged = job.output / "merged"
+        exported = export_folder(checkpoint, merged, options, check=export.check, most=SOON)
     records = read_metrics(job.output / "metrics.jsonl")
-    write_curve_html(
-        job.output / "loss.html", records, f"{job.source.label}: loss", str(job.output)
-    )
+    write_curve_html(job.output / "loss.html", records, f"{label}: loss", str(job.output))
     # From the records, not the outcome: a run that was finished before has no losses of its own.
     losses = {record["kind"]: record["loss"] for record in records if "loss" in record}
     summary = {
@@ -316,16 +326,19 @@ def finish(state: TrainState, outcome: Outcome, checkpoint: Path) -> None:
         "loss": losses.get("train"),
         "eval_loss": losses.get("eval"),
         "model": str(target),
+        "check": exported.checked,
+        "notes": list(exported.notes),
+        "foresight": beside_prediction(job.output, label, records, job.run.train.batch_size),
+        "seconds": round(state.meter.seconds, 1),
+        "tokens": state.position.tokens,
+        "ended": outcome.early or "all steps done",
+        "exported": checkpoint.name,
     }
-    summary |= {"check": exported.checked, "notes": list(exported.notes)}
-    summary |= {
-        "foresight": beside_prediction(
-            job.output, job.source.label, records, job.run.train.batch_size
-        )
-    }
-    summary |= {"seconds": round(state.meter.seconds, 1), "tokens": state.position.tokens}
-    summary |= {"ended": outcome.early or "all steps done", "exported": checkpoint.name}
     (job.output / "result.json").write_text(json.dumps(summary, indent=1))
+
+
+def _seconds(every: Any) -> float | None:
+    return every.seconds if every else None
 
 
 def _due(every: Any, step: int) -> bool:

@@ -1,4 +1,7 @@
-"""From a resolved run to what the loop uses: assemble (parallel/parallelize.py) → optimizer → fill → check → resume."""
+"""Builds the loop's state from a resolved run.
+
+Order: assemble (parallel/parallelize.py) → optimizer → fill → check → resume.
+"""
 
 from __future__ import annotations
 
@@ -55,8 +58,8 @@ from shardwise.parallel.zero.units import explain_shard_access
 from shardwise.parallel.zero.update import Update
 from shardwise.resolved_run import ResolvedRun
 from shardwise.train.describe import changed_settings
-from shardwise.train.meter import Meter
-from shardwise.train.resume import Start, find_start, records, told
+from shardwise.train.meter import Meter, Work
+from shardwise.train.resume import Start, damage_records, damage_warnings, find_start
 from shardwise.train.state import Position, restore
 from shardwise.train.status import Status, logs_of
 
@@ -81,9 +84,7 @@ class TrainState:
     context: ParallelContext
     timer: Timer = OFF
     copies: MemoryCheckpoints | NoMemoryCheckpoints = field(default_factory=NoMemoryCheckpoints)
-    damaged: list[dict[str, Any]] = field(
-        default_factory=list
-    )  # checkpoints that were put aside, as records
+    damaged: list[dict[str, Any]] = field(default_factory=list)  # records of damaged checkpoints
 
 
 def build_model(
@@ -94,9 +95,10 @@ def build_model(
     choose: Callable[[Any, list[tuple[str, Any]]], CommSettings] | None = None,
     say: Callable[[str], None] = lambda _: None,
 ) -> tuple[ShardedModel, ParallelContext]:
-    """The run's model, parallelised, with memory but no values yet; at stage 3 no rank ever holds the full model.
+    """The run's model, parallelised, with allocated but unset parameters.
 
-    `choose` decides how parameters travel, else the settings do. `say` gets a line for each step of the assembly.
+    At stage 3 no rank ever holds the full model. `choose` decides the communication settings, by
+    default the config does. `say` receives a line for each step of the assembly.
     """
     model = build_on_meta(job.source)
     sharded, context = parallelize(
@@ -107,7 +109,7 @@ def build_model(
 
 
 def fill_model(job: ResolvedRun, sharded: ShardedModel, through: Mapping[str, Rows]) -> None:
-    """The model's first values, from its files or fresh; those of split parameters go through their masters."""
+    """Writes the initial values, from files or random; split parameters go `through` masters."""
     if job.source.weights is not None:
         load_weights(sharded.model, job.source.weights, through)
         if new := new_parameters(sharded.model, job.source.weights):
@@ -125,7 +127,7 @@ def build_optimizer(
     disk: DiskFolder,
     say: Callable[[str], None] = lambda _: None,
 ) -> torch.optim.Optimizer:
-    """The optimizer over the sharded parameters, its states where the run wants them."""
+    """The optimizer over the sharded parameters, with its states placed by `run.offload`."""
     run = job.run
     if run.offload.optimizer == "none" and not split_in(run):
         return build.build_optimizer(sharded.parameters, run.train, sharded.model)
@@ -139,7 +141,10 @@ def build_state(
     say: Callable[[str], None] = lambda _: None,
     disk: DiskFolder | None = None,
 ) -> TrainState:
-    """Builds, checks and, where there is a checkpoint, resumes; files in `disk` are the caller's to remove."""
+    """Builds and checks the run, and resumes if there is a checkpoint.
+
+    The caller removes the files in `disk`.
+    """
     run = job.run
     disk = disk or DiskFolder(job.offload_folder, world.rank, world.size)
     status.set("loading the model")
@@ -150,15 +155,14 @@ def build_state(
     if world.is_main:
         _write_assembly(job.output, steps)
     optimizer = build_optimizer(job, world, sharded, disk, say)
-    fill_model(
-        job,
-        sharded,
-        masters(optimizer, sharded.model) if isinstance(optimizer, OffloadedOptimizer) else {},
-    )
+    split: Mapping[str, Rows] = {}
+    if isinstance(optimizer, OffloadedOptimizer):
+        split = masters(optimizer, sharded.model)
+    fill_model(job, sharded, split)
 
     status.set("checking the model")
-    asked: CallsWhole = sharded if context.tiny is None else UnshardedModel(context.tiny)
-    documents = _check_model(job, asked, context, say)
+    unsharded: CallsWhole = sharded if context.tiny is None else UnshardedModel(context.tiny)
+    documents = _check_model(job, unsharded, context, say)
 
     status.set("resuming")
     scaler = LossScaler(world.device.type, run.loss_scale, enabled=run.precision == "fp16")
@@ -180,47 +184,70 @@ def build_state(
 
     accumulates = run.train.batch_size > int(run.train.micro_batch_size) * world.layout.data
     update = Update(
-        sharded, optimizer, scaler, run.train.max_grad_norm, eager_share(run), accumulates, settle, context.after_step
-    )  # fmt: skip
+        sharded,
+        optimizer,
+        scaler,
+        run.train.max_grad_norm,
+        eager_share(run),
+        accumulates,
+        settle,
+        context.after_step,
+    )
     loader = job.loader()
     with as_written(run.compiled):
         objective = make_objective(
-            job, world, sharded, documents, asked, say, context.router_losses
+            job, world, sharded, documents, unsharded, say, context.router_losses
         )
     meter = _meter(job, world, sharded, position, loader.names, objective.figures)
-    watch_collectives(
-        sharded.model, timer
-    )  # last, around whatever the steps above put in the place of FSDP's own
-    damaged = records(start, position.step) if start.folder is not None else []
+    watch_collectives(sharded.model, timer)  # last: around the replacements of FSDP's collectives
+    damaged = damage_records(start, position.step) if start.folder is not None else []
     return TrainState(
-        job, world, sharded, objective, optimizer, scaler, update, loader, job.eval_loader(), store,
-        position, meter, status, context, timer, copies, damaged,
-    )  # fmt: skip
+        job=job,
+        world=world,
+        sharded=sharded,
+        objective=objective,
+        optimizer=optimizer,
+        scaler=scaler,
+        update=update,
+        loader=loader,
+        eval_loader=job.eval_loader(),
+        store=store,
+        position=position,
+        meter=meter,
+        status=status,
+        context=context,
+        timer=timer,
+        copies=copies,
+        damaged=damaged,
+    )
 
 
 def _timer(run: Run, world: World) -> Timer:
     timer = timer_for(world.device, run.log.breakdown, run.log.comms)
     if timer is OFF and world.device.type == "cuda" and world.size > 1:
-        return SampledTimer(world.device)  # for the alarm of slow ranks
+        return SampledTimer(world.device)  # detects slow ranks
     return timer
 
 
 def _write_assembly(output: Path, steps: list[str]) -> None:
-    """What each step of the assembly did, for whoever asks later."""
+    """Writes what each step of the assembly did to assembly.log."""
     logs = logs_of(output)
     logs.mkdir(parents=True, exist_ok=True)
     (logs / "assembly.log").write_text("".join(f"{line}\n" for line in steps))
 
 
 def _check_model(
-    job: ResolvedRun, asked: CallsWhole, context: ParallelContext, say: Callable[[str], None]
+    job: ResolvedRun, unsharded: CallsWhole, context: ParallelContext, say: Callable[[str], None]
 ) -> bool:
-    """Checks the built model by its own definition; returns whether packed rows bring their documents."""
+    """Checks the built model against its own definition.
+
+    Returns whether packed rows come with document boundaries.
+    """
     run = job.run
-    vocabulary = vocabulary_size(asked.model)
+    vocabulary = vocabulary_size(unsharded.model)
     bucket = requested_comm(run.parallel).bucket
     with explain_shard_access(bucket), as_written(run.compiled):
-        documents = check_documents(asked, vocabulary, job, asked.device, say)
+        documents = check_documents(unsharded, vocabulary, job, unsharded.device, say)
     if not (documents or run.recompute_attention):
         problem = (
             "keeps what our own attention made, but this model's or this objective's is another"
@@ -242,53 +269,60 @@ def _memory_checkpoints(
 
 
 def _resume(
-    job: ResolvedRun, world: World, sharded: ShardedModel, optimizer: torch.optim.Optimizer, start: Start,
+    job: ResolvedRun,
+    world: World,
+    sharded: ShardedModel,
+    optimizer: torch.optim.Optimizer,
+    start: Start,
     say: Callable[[str], None],
-) -> Position:  # fmt: skip
-    """The position to train from; with a checkpoint, parameters and optimizer states are loaded from it."""
+) -> Position:
+    """The position to train from; loads parameters and optimizer states from a checkpoint."""
     if start.folder is None:
         return Position()
     position = restore(
         start.folder, sharded, optimizer, job.data.fingerprint, world.checkpoint, start.reader
     )
-    for line in told(start, position.step):
+    for line in damage_warnings(start, position.step):
         say(line)
     return position
 
 
 def _report_start(
-    job: ResolvedRun, start: Start, position: Position, copies: MemoryCheckpoints | NoMemoryCheckpoints,
+    job: ResolvedRun,
+    start: Start,
+    position: Position,
+    copies: MemoryCheckpoints | NoMemoryCheckpoints,
     say: Callable[[str], None],
-) -> None:  # fmt: skip
-    """Says where a resumed run continues, and what was changed since."""
-    folder, run = start.folder, job.run
+) -> None:
+    """Reports where a resumed run continues, and which settings have changed."""
+    folder = start.folder
+    run = job.run
     if folder is None:
         return
     last = job.last_step(position.step, position.sequences)
     if position.step < last:
-        say(
-            f"going on from {start.place or f'{folder} (step {position.step})'}{copies.lost_note(position.step)}"
-        )
+        place = start.place or f"{folder} (step {position.step})"
+        say(f"going on from {place}{copies.lost_note(position.step)}")
         for change in changed_settings(folder, run):
             say(f"changed since then: {change}")
         return
-    end = (
-        f"train.steps is {last}" if job.epochs is None else f"train.epochs is {run.train.epochs:g}"
-    )
+    end = f"train.steps is {last}"
+    if job.epochs is not None:
+        end = f"train.epochs is {run.train.epochs:g}"
     say(f"nothing is left to train: {folder} is at step {position.step}, {end}")
 
 
 def check_divided_rows(context: Context, packing: bool, say: Callable[[str], None]) -> None:
-    """Refuses packed rows where the model cannot have them divided; tells what is computed on whole ones."""
-    found = context.findings
-    if packing and not found.packed:
-        problem = f"packed documents cannot be divided over ranks by this model ({found.trouble})"
-        raise UserError(
-            "data.packing", True, problem, "set data.packing: false, or parallel.context: 1"
-        )
-    if found.whole:
-        named = ", ".join(sorted(found.whole))
-        say(f"context: {named} mix positions by their own code and get whole rows on every rank")
+    """Rejects packed rows if the model cannot shard them; reports modules that need full rows."""
+    findings = context.findings
+    if packing and not findings.packed:
+        reason = findings.trouble
+        problem = f"packed documents cannot be divided over ranks by this model ({reason})"
+        remedy = "set data.packing: false, or parallel.context: 1"
+        raise UserError("data.packing", True, problem, remedy)
+    if findings.whole:
+        names = ", ".join(sorted(findings.whole))
+        say(f"context: {names} mix positions by their own code and get whole rows on every rank")
 
 
 def _meter(
@@ -303,16 +337,19 @@ def _meter(
     layers = getattr(config, "num_hidden_layers", None) or len(find_blocks(sharded.model))
     model: Any = sharded.model
     width = getattr(config, "hidden_size", None) or model.get_input_embeddings().weight.shape[-1]
-    work = flops_per_token(
-        job.parameters, sharded.lookup, layers, width, job.run.data.sequence_length,
-        job.adapted.frozen, stacks=2 if config.is_encoder_decoder else 1, causal=job.source.task == "causal",
-    )  # fmt: skip
-    name = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else ""
-    peak = peak_flops(name, job.run.precision) if name else None
-    total, total_peak = (
-        job.last_step(position.step, position.sequences),
-        peak * world.size if peak else None,
+    flops = flops_per_token(
+        job.parameters,
+        sharded.lookup,
+        layers,
+        width,
+        job.run.data.sequence_length,
+        job.adapted.frozen,
+        stacks=2 if config.is_encoder_decoder else 1,
+        causal=job.source.task == "causal",
     )
-    return Meter(
-        world.control, world.device, total, position.seconds, work, total_peak, sources, figures
-    )
+    peak = None
+    if world.device.type == "cuda":
+        peak = peak_flops(torch.cuda.get_device_name(world.device), job.run.precision)
+    work = Work(flops, peak * world.size if peak else None)
+    total = job.last_step(position.step, position.sequences)
+    return Meter(world.control, world.device, total, position.seconds, work, sources, figures)

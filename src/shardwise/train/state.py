@@ -1,6 +1,7 @@
-"""What a run is between two steps, and how it becomes a checkpoint and comes back.
+"""The state of a run between two steps, and how a checkpoint saves and restores it.
 
-Randomness is no state: each step seeds itself from (seed, step, rank), so resuming is exact by construction.
+Random generators are not part of it: each step seeds itself from (seed, step, rank), so resuming is
+exact by construction.
 """
 
 from __future__ import annotations
@@ -46,40 +47,36 @@ class Position:
     waiting_value: float | None = None
     waiting_metric: str | None = None
     scaler: dict[str, Any] = field(default_factory=dict)
-    apart: dict[str, int] = field(
-        default_factory=dict
-    )  # round of the last meeting, and learned tokens up to it
+    # DiLoCo: the last round, and the number of trained tokens up to it.
+    apart: dict[str, int] = field(default_factory=dict)
     fp32: list[str] = field(default_factory=list)  # tensors, as patterns, that exports keep in fp32
 
     def advance(self, batch: StepBatch) -> None:
-        """After a step over a batch."""
+        """Counts a step over a batch."""
         self.step += 1
         self.sequences += batch.sequences
         self.tokens += batch.tokens
         self.supervised += batch.supervised
 
     def to_json(self, fingerprint: str) -> dict[str, Any]:
-        """For trainer.json."""
+        """The contents of trainer.json."""
         return asdict(self) | {"data_fingerprint": fingerprint}
 
 
 def tensors_of(sharded: ShardedModel, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Every tensor that must survive, by name: model.<parameter>, optimizer.<parameter>.<state>."""
-    model, kept = sharded.model, sharded.kept
-    if kept is None:
-        result: dict[str, Any] = {f"model.{n}": p for n, p in model.named_parameters()}
-    else:
-        result = {
-            f"model.{n}": p for n, p in model.named_parameters(remove_duplicate=False) if n in kept
-        }
+    """Every tensor of a checkpoint: model.<parameter>, optimizer.<parameter>.<state>."""
+    model = sharded.model
+    names = sharded.kept  # the tensors to save; None = all
+    result: dict[str, Any] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=names is None):
+        if names is None or name in names:
+            result[f"model.{name}"] = parameter
     persistent = model.state_dict().keys()
-    result |= {
-        f"model.{n}": b
-        for n, b in model.named_buffers()
-        if n in persistent and (not kept or n in kept)
-    }
+    for name, buffer in model.named_buffers():
+        if name in persistent and (not names or name in names):
+            result[f"model.{name}"] = buffer
     if isinstance(optimizer, OffloadedOptimizer):
-        return result | entries(optimizer, model if kept is None else None)
+        return result | entries(optimizer, model if names is None else None)
     for name, parameter in sharded.parameters.items():
         for key, value in optimizer.state.get(parameter, {}).items():
             result[f"optimizer.{name}.{key}"] = value
@@ -87,17 +84,15 @@ def tensors_of(sharded: ShardedModel, optimizer: torch.optim.Optimizer) -> dict[
 
 
 def write_model(folder: Path, model: Any, job: ResolvedRun) -> None:
-    """Config, generation settings and tokenizer, as those who load the trained model should find them."""
-    # The defaults of a fresh config are token ids of some other vocabulary.
-    given, kinds = job.run.model.config, ("bos", "eos", "pad")
-    names = (
-        []
-        if given is None
-        else [f"{kind}_token_id" for kind in kinds if f"{kind}_token_id" not in given]
-    )
-    ids = {name: getattr(job.tokenizer, name) for name in names}
+    """Writes config, generation settings and tokenizer, for users of the trained model."""
+    # A fresh config's defaults are token ids of some other vocabulary: use the tokenizer's.
+    ids: dict[str, Any] = {}
+    if job.run.model.config is not None:
+        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+            if name not in job.run.model.config:
+                ids[name] = getattr(job.tokenizer, name)
     config = _config(model, job)
-    # Not the id for padding: an embedding would leave its row out of further training.
+    # Not the padding id: an embedding would exclude its row from further training.
     config |= {name: value for name, value in ids.items() if name != "pad_token_id"}
     _keep_recording(config, job.source.config.to_dict())
     (folder / "config.json").write_text(json.dumps(config, indent=2, default=str))
@@ -107,9 +102,7 @@ def write_model(folder: Path, model: Any, job: ResolvedRun) -> None:
         shutil.copy(original, folder)
     elif getattr(model, "generation_config", None) is not None:
         generation = copy.deepcopy(model.generation_config)
-        generation.update(
-            use_cache=True, **ids
-        )  # it was made from a config that training had told to use no cache
+        generation.update(use_cache=True, **ids)  # training turned the cache off in the config
         generation.save_pretrained(folder)
     job.tokenizer.save_pretrained(folder)
     write_fingerprint(folder, job.tokenizer)
@@ -118,24 +111,23 @@ def write_model(folder: Path, model: Any, job: ResolvedRun) -> None:
 
 
 def _config(model: Any, job: ResolvedRun) -> dict[str, Any]:
-    """The source's own config with what the run changed about the model; nothing that it set for training alone.
+    """The source's config with the run's changes of the model, without those for training alone.
 
-    Not `model.config`: building set its type and turned its cache off, and parts note in it how they compute.
+    Not `model.config`: building set its type and turned its cache off, and modules store in it how
+    they compute.
     """
-    name, raw = class_name(model), raw_config(job.source)
+    name = class_name(model)
+    raw = raw_config(job.source)
     if raw is None:
         given = job.run.model.config or {}
-        dtype = str(given.get("dtype") or given.get("torch_dtype") or "float32").removeprefix(
-            "torch."
-        )
-        own = {
+        dtype = str(given.get("dtype") or given.get("torch_dtype") or "float32")
+        config: dict[str, Any] = model.config.to_dict()
+        config.pop("_name_or_path", None)
+        return config | {
             "architectures": [name],
-            "dtype": dtype,
+            "dtype": dtype.removeprefix("torch."),
             "use_cache": bool(given.get("use_cache", True)),
         }
-        return {
-            key: value for key, value in model.config.to_dict().items() if key != "_name_or_path"
-        } | own
     raw.pop("quantization_config", None)
     if not same_class(job.source, raw) or not raw.get("architectures"):
         raw["architectures"] = [name]
@@ -143,7 +135,7 @@ def _config(model: Any, job: ResolvedRun) -> dict[str, Any]:
 
 
 def _keep_recording(config: dict[str, Any], given: dict[str, Any]) -> None:
-    """Whether router logits are asked for stays as it was: the model that is trained is not asked for any."""
+    """Restores whether the model returns router logits, which training turns off."""
     for name, value in given.items():
         if name == FLAG:
             config[name] = value
@@ -152,9 +144,12 @@ def _keep_recording(config: dict[str, Any], given: dict[str, Any]) -> None:
 
 
 def prime_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Allocates the optimizer's states, for a checkpoint to be read into them: one step with rate and gradients 0."""
+    """Allocates the optimizer's states, to load a checkpoint into.
+
+    Takes one step with learning rate and gradients 0.
+    """
     if isinstance(optimizer, OffloadedOptimizer):
-        return  # they are there from the start
+        return  # allocates its states when built
     rates = [group["lr"] for group in optimizer.param_groups]
     for group in optimizer.param_groups:
         group["lr"] = 0.0
@@ -174,11 +169,14 @@ def restore(
     group: Any,
     reader: SafeReader | None = None,
 ) -> Position:
-    """Reads a verified checkpoint into the parts; refuses another model, other data. `reader`: of a copy in memory."""
+    """Loads a verified checkpoint; rejects those of another model or other data.
+
+    `reader`: of a copy in memory.
+    """
     check_same_data(folder, fingerprint)
     values = read_trainer(folder)
     values.pop("data_fingerprint")
-    if "best_loss" in values:  # written before another figure could decide
+    if "best_loss" in values:  # format before the metric became configurable
         values |= {"best_value": values.pop("best_loss"), "best_metric": "eval_loss"}
     prime_optimizer(optimizer)
     load_tensors(folder, tensors_of(sharded, optimizer), group, reader)

@@ -1,6 +1,6 @@
-"""A line per rank that says what it is doing, kept in a file so that it outlives the rank.
+"""A status line per rank, in a file, so that it outlives the rank.
 
-When a rank is killed it cannot explain itself; the supervisor reads this line instead.
+A rank that is killed cannot explain itself; the supervisor reads this line instead.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ class Status:
     """Overwrites one short line in place: a step and an activity."""
 
     def __init__(self, file: Path | None) -> None:
-        self._handle = (
-            os.open(file, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o644)
-            if file is not None
-            else None
-        )
-        self.step, self.doing = 0, "starting"
+        self._handle: int | None = None
+        if file is not None:
+            self._handle = os.open(file, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o644)
+        self.step = 0
         self.set("starting")
 
     def set(self, doing: str, step: int | None = None) -> None:
-        """Says what comes next."""
-        self.doing, self.step = doing, self.step if step is None else step
+        """Writes the activity that begins now, and the step unless it is the same."""
+        self.doing = doing
+        if step is not None:
+            self.step = step
         if self._handle is not None:
             os.pwrite(self._handle, f"{self.step}\t{self.doing}".ljust(WIDTH)[:WIDTH].encode(), 0)
 
 
 def read_status(file: Path) -> tuple[int, str]:
-    """The last words of a rank: step and activity."""
+    """The last step and activity that a rank wrote; (0, "starting") if unreadable."""
     try:
         step, _, doing = file.read_text().strip().partition("\t")
         return int(step), doing.strip()
@@ -40,8 +40,8 @@ def read_status(file: Path) -> tuple[int, str]:
 
 
 def logs_of(output: Path) -> Path:
-    """Where the ranks' logs, notes and last words lie."""
+    """The folder of the ranks' logs and status files."""
     return output / "logs"
 
 
-STACKS = "stacks.txt"  # of a run that stalled
+STACKS = "stacks.txt"  # stacks of all ranks of a run that stalled

@@ -1,11 +1,11 @@
 """AdamW on coded states in one fused pass on a GPU: decode, update, encode, without leaving the registers.
 
 The plain path (`codecs.py` and `rules.py`) does the same in some forty passes over memory and is the reference: the
-same codes from the same noise, but for rounding in the last bits of fp32. Imported only where CUDA and Triton are.
+same codes from the same noise, but for rounding in the last bits of fp32. Imported only if CUDA and Triton are there.
 """
 
 # mypy: ignore-errors
-# (Triton's language is Python to the parser alone.)
+# (Triton code is Python syntax with other semantics.)
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from shardwise.optim.codecs import BLOCK, Blockwise, Parts, wrapped
+from shardwise.optim.codecs import BLOCK, StoredState, wrapped
 from shardwise.optim.rules import Hyper
 
 SHAPES = {8: (8, 2), 4: (16, 8)}  # bits: blocks of 128 elements per program, warps; by trying on an H200
@@ -49,9 +49,9 @@ def _code(size, random, MANTISSA: tl.constexpr, LEAST: tl.constexpr, TOP: tl.con
 
 @triton.jit
 def _inverse(scale):
-    """What a block's values are multiplied by: a division for each value would take longer than reading it.
+    """Factor for a block's values, since a division for each value would take longer than reading it.
 
-    Of a block that has all but decayed, whose inverse fp32 could not hold, the values count as zeros.
+    Values of a block whose scale is so small that its inverse overflows fp32 count as zeros.
     """
     return tl.where(scale > 1e-37, 1.0 / scale, 1.0)[:, None]
 
@@ -84,7 +84,7 @@ def _adamw(p, g, m, v, shrink, rate, beta1, beta2, root, eps):
 
 @triton.jit
 def _weight(param, low, at, mask, SPLIT: tl.constexpr):
-    """A master: whole, or a bf16 weight (seen as int16) and its low half; see optim/split_master.py."""
+    """An fp32 master, loaded as it is or joined from its bf16 half (as int16) and its low half; see split_master.py."""
     if SPLIT:
         upper = tl.load(param + at, mask, 0).to(tl.int32) << 16
         return (upper + tl.load(low + at, mask, 0).to(tl.int32)).to(tl.float32, bitcast=True)
@@ -93,7 +93,7 @@ def _weight(param, low, at, mask, SPLIT: tl.constexpr):
 
 
 @triton.jit
-def _keep(param, low, at, mask, value, SPLIT: tl.constexpr):
+def _store_weight(param, low, at, mask, value, SPLIT: tl.constexpr):
     if SPLIT:
         upper = value.to(tl.bfloat16).to(tl.int16, bitcast=True)
         rest = value.to(tl.int32, bitcast=True) - (upper.to(tl.int32) << 16)
@@ -120,22 +120,23 @@ def _kernel_8bit(
     SIZE: tl.constexpr, COUNT: tl.constexpr, SPLIT: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0) * COUNT + tl.arange(0, COUNT)
-    there = block < rows * per_row
+    in_range = block < rows * per_row
     row = block // per_row
     col = (block % per_row)[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
     at = row[:, None] * cols + col
-    mask = there[:, None] & (col < cols)
-    s1 = tl.load(scales1 + block, there, 0.0)[:, None]
-    s2 = tl.load(scales2 + block, there, 0.0)[:, None]
+    mask = in_range[:, None] & (col < cols)
+    s1 = tl.load(scales1 + block, in_range, 0.0)[:, None]
+    s2 = tl.load(scales2 + block, in_range, 0.0)[:, None]
     m = _decoded_first(tl.load(codes1 + at, mask, 0).to(tl.int32), s1, M1, LEAST1, FLOOR1)
     v = _decoded_second(tl.load(codes2 + at, mask, 0).to(tl.int32), s2, M2, LEAST2)
-    p, g = _weight(param, low, at, mask, SPLIT), _gradient(grad, scale, at, mask, SCALED)
+    p = _weight(param, low, at, mask, SPLIT)
+    g = _gradient(grad, scale, at, mask, SCALED)
     p, m, v = _adamw(p, g, m, v, shrink, rate, beta1, beta2, root, eps)
-    _keep(param, low, at, mask, p, SPLIT)
+    _store_weight(param, low, at, mask, p, SPLIT)
     s1 = tl.max(tl.where(mask, tl.abs(m), 0.0), 1) / PEAK1
     s2 = tl.max(tl.where(mask, v, 0.0), 1) / PEAK2
-    tl.store(scales1 + block, s1, there)
-    tl.store(scales2 + block, s2, there)
+    tl.store(scales1 + block, s1, in_range)
+    tl.store(scales2 + block, s2, in_range)
     index = at + offset
     c1 = _coded_first(m, _inverse(s1), index, seed1, M1, LEAST1, FLOOR1, TOP1)
     c2 = _coded_second(v, _inverse(s2), index, seed2, M2, LEAST2, FLOOR2, TOP2)
@@ -151,33 +152,37 @@ def _kernel_4bit(
     M2: tl.constexpr, LEAST2: tl.constexpr, FLOOR2: tl.constexpr, TOP2: tl.constexpr, PEAK2: tl.constexpr,
     SIZE: tl.constexpr, COUNT: tl.constexpr, SPLIT: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
-    """As the one above; a byte holds an even column and the odd one after it, which are worked on side by side."""
+    """4-bit variant: a byte holds an even column and the odd one after it, which are updated together."""
     block = tl.program_id(0) * COUNT + tl.arange(0, COUNT)
-    there = block < rows * per_row
+    in_range = block < rows * per_row
     row = (block // per_row)[:, None]
     pair = (block % per_row)[:, None] * (SIZE // 2) + tl.arange(0, SIZE // 2)[None, :]
     byte = row * ((cols + 1) // 2) + pair
-    a, b = row * cols + 2 * pair, row * cols + 2 * pair + 1
-    mask_a, mask_b = there[:, None] & (2 * pair < cols), there[:, None] & (2 * pair + 1 < cols)
-    s1 = tl.load(scales1 + block, there, 0.0)[:, None]
-    s2 = tl.load(scales2 + block, there, 0.0)[:, None]
+    a = row * cols + 2 * pair
+    b = a + 1
+    mask_a = in_range[:, None] & (2 * pair < cols)
+    mask_b = in_range[:, None] & (2 * pair + 1 < cols)
+    s1 = tl.load(scales1 + block, in_range, 0.0)[:, None]
+    s2 = tl.load(scales2 + block, in_range, 0.0)[:, None]
     both1 = tl.load(codes1 + byte, mask_a, 0).to(tl.int32)
     both2 = tl.load(codes2 + byte, mask_a, 0).to(tl.int32)
     m_a = _decoded_first(((both1 & 15) ^ 8) - 8, s1, M1, LEAST1, FLOOR1)
     m_b = _decoded_first(((both1 >> 4) ^ 8) - 8, s1, M1, LEAST1, FLOOR1)
     v_a = _decoded_second(both2 & 15, s2, M2, LEAST2)
     v_b = _decoded_second(both2 >> 4, s2, M2, LEAST2)
-    p_a, g_a = _weight(param, low, a, mask_a, SPLIT), _gradient(grad, scale, a, mask_a, SCALED)
-    p_b, g_b = _weight(param, low, b, mask_b, SPLIT), _gradient(grad, scale, b, mask_b, SCALED)
+    p_a = _weight(param, low, a, mask_a, SPLIT)
+    g_a = _gradient(grad, scale, a, mask_a, SCALED)
+    p_b = _weight(param, low, b, mask_b, SPLIT)
+    g_b = _gradient(grad, scale, b, mask_b, SCALED)
     p_a, m_a, v_a = _adamw(p_a, g_a, m_a, v_a, shrink, rate, beta1, beta2, root, eps)
     p_b, m_b, v_b = _adamw(p_b, g_b, m_b, v_b, shrink, rate, beta1, beta2, root, eps)
-    _keep(param, low, a, mask_a, p_a, SPLIT)
-    _keep(param, low, b, mask_b, p_b, SPLIT)
+    _store_weight(param, low, a, mask_a, p_a, SPLIT)
+    _store_weight(param, low, b, mask_b, p_b, SPLIT)
     largest = tl.maximum(tl.where(mask_a, tl.abs(m_a), 0.0), tl.where(mask_b, tl.abs(m_b), 0.0))
     s1 = tl.max(largest, 1) / PEAK1
     s2 = tl.max(tl.maximum(tl.where(mask_a, v_a, 0.0), tl.where(mask_b, v_b, 0.0)), 1) / PEAK2
-    tl.store(scales1 + block, s1, there)
-    tl.store(scales2 + block, s2, there)
+    tl.store(scales1 + block, s1, in_range)
+    tl.store(scales2 + block, s2, in_range)
     inverse = _inverse(s1)
     c_a = _coded_first(m_a, inverse, a + offset, seed1, M1, LEAST1, FLOOR1, TOP1)
     c_b = tl.where(mask_b, _coded_first(m_b, inverse, b + offset, seed1, M1, LEAST1, FLOOR1, TOP1), 0)
@@ -189,36 +194,40 @@ def _kernel_4bit(
 
 
 def adamw(
-    param: Tensor, grad: Tensor, first: Parts, second: Parts, codecs: tuple[Blockwise, Blockwise],
-    seeds: tuple[int, int], offset: int, hyper: Hyper, low: Tensor | None = None, scale: Tensor | None = None,
-) -> None:  # fmt: skip
+    param: Tensor,
+    grad: Tensor,
+    mean: StoredState,
+    square: StoredState,
+    offset: int,
+    hyper: Hyper,
+    low: Tensor | None = None,
+    scale: Tensor | None = None,
+) -> None:
     """One step of AdamW on a [rows, cols] piece and its coded moments, in place.
 
-    With `low`, the parameter is bf16 and the rest of its fp32 master lies there. `scale` multiplies the gradient first.
+    `offset` is the index of the piece's first element in the full parameter. With `low`, the parameter is bf16 and
+    `low` is the other half of its fp32 master. `scale` multiplies the gradient first.
     """
     rows, cols = param.shape
-    first_codec, second_codec = codecs
-    assert (
-        first_codec.bits == second_codec.bits
-        and first_codec.signed
-        and not second_codec.signed
-        and first_codec.stochastic
-        and second_codec.stochastic
-    )
-    assert first_codec.block == second_codec.block == BLOCK and param.is_contiguous() and grad.is_contiguous()
-    assert all(part.is_contiguous() for parts in (first, second) for part in parts.values())
+    first = mean.codec
+    second = square.codec
+    assert first.bits == second.bits and first.signed and not second.signed
+    assert first.stochastic and second.stochastic and first.block == second.block == BLOCK
+    assert param.is_contiguous() and grad.is_contiguous()
+    assert all(part.is_contiguous() for state in (mean, square) for part in state.parts.values())
     per_row = -(-cols // BLOCK)
     beta1, beta2 = hyper.betas
-    kernel = _kernel_8bit if first_codec.bits == 8 else _kernel_4bit
-    blocks, warps = SHAPES[first_codec.bits]
+    kernel = _kernel_8bit if first.bits == 8 else _kernel_4bit
+    blocks, warps = SHAPES[first.bits]
     with torch.cuda.device(param.device) if param.is_cuda else torch.device("cpu"):
         kernel[(triton.cdiv(rows * per_row, blocks),)](
-            param if low is None else param.view(torch.int16), param if low is None else low, grad,
-            grad if scale is None else scale, first["codes"], first["scales"], second["codes"], second["scales"],
-            rows, cols, per_row, wrapped(offset), wrapped(seeds[0]), wrapped(seeds[1]),
+            param if low is None else param.view(torch.int16), param if low is None else low,
+            grad, grad if scale is None else scale,
+            mean.parts["codes"], mean.parts["scales"], square.parts["codes"], square.parts["scales"],
+            rows, cols, per_row, wrapped(offset), wrapped(mean.seed), wrapped(square.seed),
             1 - hyper.lr * hyper.weight_decay, hyper.lr / (1 - beta1**hyper.step), beta1, beta2,
             (1 - beta2**hyper.step) ** -0.5, hyper.eps,
-            first_codec.mantissa, first_codec.least, first_codec.floor, first_codec.top, first_codec.peak,
-            second_codec.mantissa, second_codec.least, second_codec.floor, second_codec.top, second_codec.peak,
+            first.mantissa, first.least, first.floor, first.top, first.peak,
+            second.mantissa, second.least, second.floor, second.top, second.peak,
             BLOCK, blocks, low is not None, scale is not None, num_warps=warps,
         )  # fmt: skip

@@ -1,8 +1,8 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 """AdamW on masters in two halves (optim/split_master.py), fused: one pass and one launch.
 
-The reference is `join`, the rule, `split_`; that takes some 25 launches and four times the memory traffic, which is
-felt on a GPU that computes the backward at the same time.
+The reference is `join`, the rule, `split_`; that takes some 25 launches and four times the memory traffic, which slows
+down a backward running at the same time.
 """
 
 from __future__ import annotations
@@ -39,17 +39,26 @@ def split_adamw(
         return
     count = high.numel()
     _split_adamw[(triton.cdiv(count, BLOCK),)](
-        high.view(torch.int16), low, gradient, mean, square, gradient if scale is None else scale, count,
-        *_numbers(hyper), scale is not None, BLOCK,
-    )  # fmt: skip
+        high.view(torch.int16),
+        low,
+        gradient,
+        mean,
+        square,
+        gradient if scale is None else scale,
+        count,
+        *_scalars(hyper),
+        scale is not None,
+        BLOCK,
+    )
 
 
-def _numbers(hyper: Hyper) -> tuple[float, ...]:
+def _scalars(hyper: Hyper) -> tuple[float, ...]:
+    """Arguments keep, rate, root, beta1, beta2 and eps of the kernels."""
     beta1, beta2 = hyper.betas
-    return (
-        1 - hyper.lr * hyper.weight_decay, hyper.lr / (1 - beta1**hyper.step), math.sqrt(1 - beta2**hyper.step),
-        beta1, beta2, hyper.eps,
-    )  # fmt: skip
+    keep = 1 - hyper.lr * hyper.weight_decay
+    rate = hyper.lr / (1 - beta1**hyper.step)
+    root = math.sqrt(1 - beta2**hyper.step)
+    return keep, rate, root, beta1, beta2, hyper.eps
 
 
 def split_adamw_together(
@@ -62,15 +71,24 @@ def split_adamw_together(
 ) -> None:
     """The same for many tensors on one GPU in one launch; gradients are all bf16 or all fp32, and contiguous.
 
-    `layout` says for each where in the blob's bytes its low half and moments lie: rows (elements, low, mean, square).
+    `layout` has a row for each tensor: its number of elements, and the byte offsets of low half, mean and square in
+    `blob`.
     """
     pointers, aligned = addresses(highs, gradients)
     where = places(tuple(high.numel() for high in highs), BLOCK, blob.device)
     with torch.cuda.device(blob.device):
         _split_adamw_together[(len(where),)](
-            blob, where, layout, pointers, blob if scale is None else scale, *_numbers(hyper), scale is not None,
-            gradients[0].dtype == torch.bfloat16, aligned, BLOCK,
-        )  # fmt: skip
+            blob,
+            where,
+            layout,
+            pointers,
+            blob if scale is None else scale,
+            *_scalars(hyper),
+            scale is not None,
+            gradients[0].dtype == torch.bfloat16,
+            aligned,
+            BLOCK,
+        )
 
 
 def split_adamw_reference(
@@ -99,11 +117,11 @@ if triton is not None:
         SCALED: tl.constexpr, BLOCK: tl.constexpr,
     ):  # fmt: skip
         at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-        here = at < count
-        gradient = tl.load(gradient_at + at, here).to(tl.float32)
+        mask = at < count
+        gradient = tl.load(gradient_at + at, mask).to(tl.float32)
         if SCALED:
             gradient = gradient * tl.load(scale_at)
-        _step(high_at + at, low_at + at, mean_at + at, square_at + at, gradient, here, keep, rate, root, beta1, beta2,
+        _step(high_at + at, low_at + at, mean_at + at, square_at + at, gradient, mask, keep, rate, root, beta1, beta2,
               eps)  # fmt: skip
 
     @triton.jit
@@ -116,14 +134,14 @@ if triton is not None:
         start = tl.multiple_of(tl.load(place + 1), BLOCK)
         row = layout + tensor * 4
         at = start + tl.arange(0, BLOCK)
-        here = at < tl.load(row)
+        mask = at < tl.load(row)
         high, source = tl.load(pointers + tensor * 2), tl.load(pointers + tensor * 2 + 1)
         if ALIGNED:
             high, source = tl.multiple_of(high, 16), tl.multiple_of(source, 16)
         if HALF:
-            gradient = tl.load(source.to(tl.pointer_type(tl.bfloat16)) + at, here).to(tl.float32)
+            gradient = tl.load(source.to(tl.pointer_type(tl.bfloat16)) + at, mask).to(tl.float32)
         else:
-            gradient = tl.load(source.to(tl.pointer_type(tl.float32)) + at, here)
+            gradient = tl.load(source.to(tl.pointer_type(tl.float32)) + at, mask)
         if SCALED:
             gradient = gradient * tl.load(scale_at)
         low = blob + tl.multiple_of(tl.load(row + 1), 64)
@@ -131,22 +149,22 @@ if triton is not None:
         square = blob + tl.multiple_of(tl.load(row + 3), 64)
         _step(
             high.to(tl.pointer_type(tl.int16)) + at, low.to(tl.pointer_type(tl.int16)) + at,
-            mean.to(tl.pointer_type(tl.float32)) + at, square.to(tl.pointer_type(tl.float32)) + at, gradient, here,
+            mean.to(tl.pointer_type(tl.float32)) + at, square.to(tl.pointer_type(tl.float32)) + at, gradient, mask,
             keep, rate, root, beta1, beta2, eps,
         )  # fmt: skip
 
     @triton.jit
-    def _step(high_at, low_at, mean_at, square_at, gradient, here, keep, rate, root, beta1, beta2, eps):
-        upper = tl.load(high_at, here).to(tl.int32) << 16
-        weight = (upper + tl.load(low_at, here).to(tl.int32)).to(tl.float32, bitcast=True)
-        mean = tl.load(mean_at, here)
-        square = tl.load(square_at, here)
+    def _step(high_at, low_at, mean_at, square_at, gradient, mask, keep, rate, root, beta1, beta2, eps):
+        upper = tl.load(high_at, mask).to(tl.int32) << 16
+        weight = (upper + tl.load(low_at, mask).to(tl.int32)).to(tl.float32, bitcast=True)
+        mean = tl.load(mean_at, mask)
+        square = tl.load(square_at, mask)
         mean = beta1 * mean + (1 - beta1) * gradient
         square = beta2 * square + (1 - beta2) * gradient * gradient
         weight = weight * keep - rate * mean / (tl.sqrt(square) / root + eps)
         rounded = weight.to(tl.bfloat16).to(tl.int16, bitcast=True)
         rest = weight.to(tl.int32, bitcast=True) - (rounded.to(tl.int32) << 16)
-        tl.store(high_at, rounded, here)
-        tl.store(low_at, tl.minimum(rest, 32767).to(tl.int16), here)
-        tl.store(mean_at, mean, here)
-        tl.store(square_at, square, here)
+        tl.store(high_at, rounded, mask)
+        tl.store(low_at, tl.minimum(rest, 32767).to(tl.int16), mask)
+        tl.store(mean_at, mean, mask)
+        tl.store(square_at, square, mask)

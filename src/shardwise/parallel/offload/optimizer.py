@@ -31,7 +31,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.core.compat.torch_private import fsdp_state, gather_streams
 from shardwise.core.effective_device import effective_device, is_host
-from shardwise.optim.codecs import FP32, Blockwise, Kind, mix
+from shardwise.optim.codecs import FP32, Blockwise, Kind, StoredState, mix
 from shardwise.optim.kernels.split_adamw import split_adamw, split_adamw_together
 from shardwise.optim.rules import RULES, Hyper, UpdateRule
 from shardwise.optim.shards import local_of
@@ -394,19 +394,11 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             if high.is_cuda and isinstance(codecs["exp_avg"], Blockwise):
                 from shardwise.optim.kernels import coded_adamw as fused  # imports Triton
 
-                flat = (len(high), -1)
-                fused.adamw(
-                    high.view(flat),
-                    gradient.view(flat),
-                    mean,
-                    square,
-                    (codecs["exp_avg"], codecs["exp_avg_sq"]),  # type: ignore[arg-type]
-                    (seeds[0], seeds[1]),
-                    segment.offset,
-                    hyper,
-                    low,
-                    scale,
-                )
+                first = StoredState(codecs["exp_avg"], mean, seeds[0])
+                second = StoredState(codecs["exp_avg_sq"], square, seeds[1])
+                weights = high.view(len(high), -1)
+                rows = gradient.view(weights.shape)
+                fused.adamw(weights, rows, first, second, segment.offset, hyper, low, scale)
                 return
         gradient = gradient.float()
         if scale is not None:

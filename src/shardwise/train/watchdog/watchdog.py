@@ -1,12 +1,14 @@
-"""Ends a run that stalls, with a verdict: a thread in each rank that needs nothing of the threads that train.
+"""Ends a run that stalls, with a verdict: a thread in each rank, independent of training threads.
 
-When a rank has waited in a collective for longer than the run's timeout, it raises an alarm at the meeting point of the
-ranks. Every watchdog that hears of it leaves there what its rank is doing; the one that raised it hears them, names
-those that are late (verdict.py) and ends its rank, and so do the others. A rank that leaves nothing does not answer.
-The collectives' own timeout is a little longer (LATER): the watchdog is to speak first.
+When a rank has waited in a collective for longer than the run's timeout, it raises an alarm in the
+ranks' store. Every watchdog that sees the alarm writes there what its rank is doing. The one that
+raised it collects these scenes and names the ranks that are late (verdict.py); then all processes
+end. A rank that writes no scene does not answer. The collectives' own timeout is a little longer
+(LATER), so that the watchdog reports first.
 
-Ranks that save may wait for each other as long as a slow disk takes. A watchdog whose rank has waited there for longer
-than the timeout asks who is there: all is well if every rank answers and none has stood still in computing.
+Ranks that save may wait for each other as long as a slow disk takes. A watchdog whose rank has
+waited there for longer than the timeout calls the others: it raises no alarm if every rank answers
+and none has been computing the same step for that long.
 """
 
 from __future__ import annotations
@@ -33,12 +35,12 @@ from shardwise.train.watchdog.scene import Scene, look, under_way
 from shardwise.train.watchdog.verdict import Silent, StallVerdict, judge
 
 EVERY = 1.0  # seconds between two looks
-ANSWER = 6.0  # seconds that a rank has to leave its scene
-LAST = 3.0  # seconds that a look under way has when the run is over; the meeting point may not answer any more
+ANSWER = 6.0  # seconds that a rank has to write its scene
+LAST = 3.0  # seconds to wait for the thread when the run is over, as the store may not answer
 
 
 class Watchdog:
-    """Watches this rank; `stalled` is called once with the verdict, in the rank that judges, before all end."""
+    """Watches this rank; calls `stalled` with the verdict, on one rank, before all ranks end."""
 
     def __init__(
         self,
@@ -49,17 +51,22 @@ class Watchdog:
         stalled: Callable[[str], None],
         attempt: str,
     ) -> None:
-        self._world, self._status, self._timeout, self._logs = world, status, timeout, logs
+        self._world = world
+        self._status = status
+        self._timeout = timeout
+        self._logs = logs
         self._stalled = stalled
         self._attempt = attempt
         self._model: nn.Module | None = None
         self._over = threading.Event()
-        # Their members may wait for a slow disk or network while training goes on.
-        self._patient = {
-            group.group_name for group in (world.checkpoint, world.copies) if group is not None
-        }
-        self._seen, self._since = ("", 0), time.monotonic()  # what this rank does, and since when
-        self._calls, self._answered, self._next_call = 0, 0, 0.0
+        # Groups whose members may wait for a slow disk or network while training continues.
+        groups = (world.checkpoint, world.copies)
+        self._patient = {group.group_name for group in groups if group is not None}
+        self._activity = ("", 0)
+        self._since = time.monotonic()  # begin of the activity
+        self._calls = 0  # calls of this rank
+        self._answered = 0  # number of calls answered
+        self._next_call = 0.0
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
 
     def __enter__(self) -> Watchdog:
@@ -74,22 +81,22 @@ class Watchdog:
     def __exit__(self, *error: object) -> None:
         self._over.set()
         if self._thread.is_alive():
-            # Python ends daemon threads where they ask for its lock; one that is inside C++ then aborts the process.
+            # Python ends daemon threads when they ask for the GIL; one inside C++ would abort.
             self._thread.join(LAST)
 
     def follow(self, model: nn.Module) -> None:
-        """From now on modules have names."""
+        """Sets the model, so that scenes name its modules."""
         self._model = model
 
     def _run(self) -> None:
         while not self._over.wait(EVERY):
             try:
                 self._answer()
-                if self._heard() or ((self._overdue() or self._forsaken()) and self._raise_alarm()):
+                if self._heard():
                     return
-            except (
-                Exception
-            ) as error:  # the meeting point is gone: so is what could be learnt from the others
+                if (self._overdue() or self._forsaken()) and self._raise_alarm():
+                    return
+            except Exception as error:  # the store is gone
                 if self._over.is_set():
                     return
                 if self._overdue():
@@ -100,32 +107,34 @@ class Watchdog:
         return any(w.seconds > self._timeout and w.group not in self._patient for w in under_way())
 
     def _answer(self) -> None:
-        """Says to those who ask that this rank is there, what it does, and for how long."""
-        now = (self._status.doing, self._status.step)
-        if now != self._seen:
-            self._seen, self._since = now, time.monotonic()
+        """Answers calls with this rank's activity and its duration."""
+        activity = (self._status.doing, self._status.step)
+        if activity != self._activity:
+            self._activity = activity
+            self._since = time.monotonic()
         if not self._store.check(["calls"]):
             return
         calls = self._store.get("calls").decode().split()
         for call in calls[self._answered :]:
-            still = round(time.monotonic() - self._since, 1)
-            self._store.set(f"here/{call}/{self._world.rank}", f"{still}\t{self._status.doing}")
+            seconds = round(time.monotonic() - self._since, 1)
+            self._store.set(f"here/{call}/{self._world.rank}", f"{seconds}\t{self._status.doing}")
         self._answered = len(calls)
 
     def _forsaken(self) -> bool:
-        """Whether a wait for a checkpoint, which may be long, is for a rank that is not there or stands elsewhere."""
+        """Whether a long wait for a checkpoint is for a rank that does not answer or is stuck."""
         waits = any(w.seconds > self._timeout and w.group in self._patient for w in under_way())
         if not waits or time.monotonic() < self._next_call:
             return False
         self._calls += 1
         call = f"{self._world.rank}-{self._calls}"
         self._store.append("calls", f"{call} ")
-        missing, limit = set(range(self._world.size)), time.monotonic() + 2 * ANSWER
+        missing = set(range(self._world.size))
+        limit = time.monotonic() + 2 * ANSWER
         while missing and time.monotonic() < limit and not self._over.is_set():
             self._answer()
             for rank in [r for r in missing if self._store.check([f"here/{call}/{r}"])]:
-                still, _, doing = self._store.get(f"here/{call}/{rank}").decode().partition("\t")
-                if doing == "computing" and float(still) > self._timeout:
+                seconds, _, doing = self._store.get(f"here/{call}/{rank}").decode().partition("\t")
+                if doing == "computing" and float(seconds) > self._timeout:
                     return True
                 missing.remove(rank)
             time.sleep(0.1)
@@ -136,7 +145,7 @@ class Watchdog:
         return look(self._world.rank, self._status.step, self._status.doing, self._model)
 
     def _heard(self) -> bool:
-        """Another rank's alarm: leave what this one is doing, and go when the verdict is there."""
+        """On another rank's alarm: writes the scene, and ends this process after the verdict."""
         if not self._store.check(["alarm"]):
             return False
         self._store.set(f"scene/{self._world.rank}", self._look().to_json())
@@ -148,17 +157,18 @@ class Watchdog:
 
     def _raise_alarm(self) -> bool:
         if self._store.add("alarms", 1) > 1:
-            return False  # heard at the next look
+            return False  # another rank's alarm came first
         self._store.set("alarm", "")
         verdict, scenes = self._judge()
-        self._tell(verdict.text, scenes)
+        self._report(verdict.text, scenes)
         self._store.set("verdict", verdict.text)
         self._leave()
         return True
 
     def _judge(self) -> tuple[StallVerdict, dict[int, Scene]]:
-        rank, size = self._world.rank, self._world.size
-        scenes, limit = {rank: self._look()}, time.monotonic() + ANSWER
+        size = self._world.size
+        scenes = {self._world.rank: self._look()}
+        limit = time.monotonic() + ANSWER
         while len(scenes) < size and time.monotonic() < limit:
             for other in set(range(size)) - set(scenes):
                 if self._store.check([f"scene/{other}"]):
@@ -168,40 +178,38 @@ class Watchdog:
         return judge(scenes, silent, self._timeout), scenes
 
     def _silent(self, rank: int) -> Silent:
-        """What is known of a rank that does not answer; its process is looked at where it is on this host."""
-        process, host, state = 0, "", ""
+        """The last status of a rank that does not answer; its process's state if on this host."""
+        process = 0
+        host = ""
+        state = ""
         if self._store.check([f"who/{rank}"]):
             number, _, host = self._store.get(f"who/{rank}").decode().partition("\t")
             process = int(number)
             if host == socket.gethostname():
-                try:
-                    state = {"zombie": "gone"}.get(found := psutil.Process(process).status(), found)
-                    state = state if state in ("stopped", "gone") else ""
-                except psutil.NoSuchProcess:
-                    state = "gone"
+                state = _process_state(process)
         step, doing = read_status(self._logs / f"rank-{rank}.status")
         return Silent(rank, host, process, step, doing, state)
 
     def _alone(self, error: Exception) -> None:
-        """No word with the others any more."""
+        """Reports this rank's stall, and ends it, if the store does not answer."""
         scene = self._look()
-        held = max(scene.waiting, key=lambda one: one.seconds)
-        self._tell(
-            f"rank {scene.rank} waited {self._timeout:g} s (timeout) in {held.kind} number {held.number} of group "
-            f"{held.group} at step {scene.step}, and the ranks' meeting point does not answer ({error})\n"
+        pending = max(scene.waiting, key=lambda pending: pending.seconds)
+        collective = f"{pending.kind} number {pending.number} of group {pending.group}"
+        self._report(
+            f"rank {scene.rank} waited {self._timeout:g} s (timeout) in {collective} at step "
+            f"{scene.step}, and the ranks' meeting point does not answer ({error})\n"
             "  1. this host is cut off from the others\n  2. the host of the meeting point is down",
             {scene.rank: scene},
         )
         self._leave()
 
-    def _tell(self, text: str, scenes: dict[int, Scene]) -> None:
+    def _report(self, text: str, scenes: dict[int, Scene]) -> None:
         file = self._logs / STACKS
         with contextlib.suppress(OSError):
-            parts = [
-                f"rank {rank}, step {s.step}, {s.doing}\n{s.stack}"
-                for rank, s in sorted(scenes.items())
-            ]
-            file.write_text("\n\n".join(parts))
+            stacks = []
+            for rank, scene in sorted(scenes.items()):
+                stacks.append(f"rank {rank}, step {scene.step}, {scene.doing}\n{scene.stack}")
+            file.write_text("\n\n".join(stacks))
             text += f"\n  stacks of all ranks that answered: {file}"
         self._stalled(text)
 
@@ -211,3 +219,14 @@ class Watchdog:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)
+
+
+def _process_state(process: int) -> str:
+    """Whether a process on this host is "stopped" or "gone"; "" if neither."""
+    try:
+        status = psutil.Process(process).status()
+    except psutil.NoSuchProcess:
+        return "gone"
+    if status == "zombie":
+        return "gone"
+    return status if status == "stopped" else ""
