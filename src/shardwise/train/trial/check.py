@@ -29,7 +29,7 @@ from shardwise.distributed.mesh import layout_of
 from shardwise.nn.models.source import ModelSource
 
 LIMIT = 300.0  # seconds
-FORMAT = "3"  # of the cached outcomes
+FORMAT = "4"  # of the cached outcomes
 TILE = 4  # tokens at a time, where a run has tiles
 
 if TYPE_CHECKING:
