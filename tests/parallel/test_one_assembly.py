@@ -1,4 +1,4 @@
-"""One assembly: a bug planted in it is noticed by the trial, by rehearsals, and by verify (test_planted.py)."""
+"""One assembly: a bug planted in it is noticed by the trial, the zoo, rehearsals, and verify (test_planted.py)."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ from support.tiny import tiny_run, tokenizer_folder
 from shardwise.config.load import load_run
 from shardwise.foresight.rehearse.step import rehearse
 from shardwise.foresight.rehearse.target import aim
+from shardwise.foresight.zoo.run import one_trial
 from shardwise.nn.models.build import build_on_meta, find_blocks
 from shardwise.nn.models.source import ModelSource, find_model
 from shardwise.parallel import parallelize
 from shardwise.train.trial import check
 from shardwise.train.trial.ranks import run_ranks
+from shardwise.train.trial.step import reference_of, try_on_rank
 
 RANKS = 2
 
@@ -47,8 +49,17 @@ def test_the_trial(bug: bool, tmp_path: Path) -> None:
     small, ranks = check.small_run(run)
     case = check._case_of(source_of(run), small)
     layout = check.layout_of(small.parallel, ranks)
-    outcomes = run_ranks(lambda rank, folder: check._on_rank(rank, folder, case, small, layout), ranks, 120.0)
+
+    def work(rank: int, folder: Path) -> dict[str, Any]:
+        return try_on_rank(rank, folder, case, small, layout, lambda: reference_of(case, small), 120.0)
+
+    outcomes = run_ranks(work, ranks, 120.0)
     assert {outcome and outcome["outcome"] for outcome in outcomes} == {"wrong" if bug else "pass"}, outcomes
+
+
+def test_the_zoo(bug: bool) -> None:
+    result = one_trial("llama", "causal", "context")
+    assert result.outcome == ("wrong" if bug else "pass"), result
 
 
 def test_rehearsals(bug: bool, tmp_path: Path) -> None:

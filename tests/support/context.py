@@ -15,7 +15,7 @@ from shardwise.nn.models.build import find_blocks
 from shardwise.nn.tiny.case import LossAndGradients, TinyCase, gradients_of, judge, mean_loss, units_of
 from shardwise.parallel.context.install import Context, install_context
 from shardwise.parallel.tiny_reference import alone
-from shardwise.train.trial.context import inputs_of, try_context
+from support.trial import along
 
 LENGTHS = [[13, 3, 7], [21], [2, 17]]  # a width that ranks do not divide; windows of tiny models are 8 long
 
@@ -26,12 +26,10 @@ def mesh_of(ranks: int) -> Any:
 
 def families(names: list[str], task: Any, kinds: list[Any]) -> dict[str, str]:
     """What differs from one process, by family and kind."""
-    mesh, wrong = mesh_of(dist.get_world_size()), {}
+    wrong = {}
     for name in names:
-        case = tiny_case(name, task)
-        wanted = alone(case)
         for kind in kinds:
-            verdict = judge(try_context(case, mesh, kind), wanted)
+            verdict = along("context", tiny_case(name, task), context_kind=kind)
             if not verdict.right:
                 wrong[f"{name} {kind}"] = str(verdict)
     return wrong
@@ -61,6 +59,12 @@ def one_at_a_time(case: TinyCase, batch: MicroBatch) -> LossAndGradients:
         total = total + mean_loss(model(input_ids=piece[None], use_cache=False).logits, wanted[None], units)
     total.backward()
     return LossAndGradients(total.item(), gradients_of(model))
+
+
+def inputs_of(part: MicroBatch) -> dict[str, Any]:
+    """What the model's forward takes of a rank's part."""
+    positions = {} if part.position_ids is None else {"position_ids": part.position_ids}
+    return {"input_ids": part.input_ids, "attention_mask": part.attention_mask, "use_cache": False, **positions}
 
 
 def divided(model: Any, context: Context, batch: MicroBatch, mesh: Any) -> LossAndGradients:
@@ -114,14 +118,14 @@ def padded() -> str:
 
 def growing_rotation() -> str:
     """LongRoPE, whose frequencies hang on the longest position of the batch."""
-    case, mesh = tiny_case("phi3", "causal"), mesh_of(dist.get_world_size())
+    case = tiny_case("phi3", "causal")
     config = case.config
     half = config.hidden_size // config.num_attention_heads // 2
     factors = {"short_factor": [1.0] * half, "long_factor": [3.0] * half}
     long = {"rope_type": "longrope", "original_max_position_embeddings": 14}
     config.rope_parameters = {"rope_theta": 10000.0, "partial_rotary_factor": 1.0, **long, **factors}
     config.original_max_position_embeddings = 14  # rank 1's part of 16 ends at 12
-    verdict = judge(try_context(case, mesh, "ring"), alone(case))
+    verdict = along("context", case)
     return "" if verdict.right else str(verdict)
 
 
@@ -170,7 +174,7 @@ def refusal(name: str, task: Any = "causal") -> str:
     from shardwise.nn.tiny.case import CannotParallelize
 
     try:
-        try_context(tiny_case(name, task), mesh_of(dist.get_world_size()))
+        install_context(tiny_case(name, task).model(), mesh_of(dist.get_world_size()))
     except CannotParallelize as refused:
         return str(refused)
     return ""

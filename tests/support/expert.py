@@ -32,7 +32,7 @@ from shardwise.nn.tiny.case import (
 )
 from shardwise.parallel.expert.apply import ExpertParallel, count_loads, find_experts, spread_experts
 from shardwise.parallel.tiny_reference import alone
-from shardwise.train.trial.expert import try_expert
+from support.trial import along
 
 Given = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -48,9 +48,7 @@ def several(calls: dict[str, tuple[Any, ...]]) -> dict[str, Any]:
 
 def trials(names: list[str]) -> dict[str, Any]:
     """The trial of the zoo, one architecture after the other."""
-    mesh = mesh_of(dist.get_world_size())
-    cases = {name: tiny_case(name, "causal") for name in names}
-    return {name: judge(try_expert(case, mesh), alone(case)) for name, case in cases.items()}
+    return {name: along("expert", tiny_case(name, "causal")) for name in names}
 
 
 def refused(name: str, experts: int | None = None) -> str:

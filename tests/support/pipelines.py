@@ -32,21 +32,49 @@ from shardwise.nn.tiny.case import (
 from shardwise.parallel.pipeline import Pipeline, Schedule, Stages, bubble, cut_model, picture, probe
 from shardwise.parallel.tiny_reference import alone
 from shardwise.parallel.zero.stages import ShardedModel, shard_model
-from shardwise.train.trial.pipeline import compute, gathered, micro_batches_of, try_pipeline
 
 CPU = torch.device("cpu")
 
 
-def by_schedules(kinds: list[tuple[str, Any]], schedules: list[tuple[str, int]], micros: int) -> dict[Any, Deviation]:
+def micro_batches_of(case: TinyCase, micros: int) -> list[dict[str, Any]]:
+    """The rows of a case, divided; each knows the labels of all."""
+    labels = case.labels()
+    tensors = case.inputs() | {"labels": labels}
+    parts = {name: value.tensor_split(micros) for name, value in tensors.items()}
+    return [{name: values[i] for name, values in parts.items()} | {"units": units_of(labels)} for i in range(micros)]
+
+
+def compute(model: Any, micro: dict[str, Any]) -> torch.Tensor:
+    """A micro-batch's part of the mean loss."""
+    inputs = {name: value for name, value in micro.items() if name not in ("labels", "units")}
+    return mean_loss(model(**inputs, use_cache=False).logits, micro["labels"], micro["units"])
+
+
+def gathered(stages: Stages, results: list[torch.Tensor], group: dist.ProcessGroup) -> LossAndGradients:
+    """The loss and the gradients of all stages, on every rank."""
+    gradients = gradients_of(stages.model)
+    own = {name: gradient for name, gradient in gradients.items() if stages.owners[name][0] == stages.rank}
+    parts: list[Any] = [None] * stages.ranks
+    dist.all_gather_object(parts, (sum(result.item() for result in results), own), group=group)
+    return LossAndGradients(
+        sum(loss for loss, _ in parts), {name: gradient for _, part in parts for name, gradient in part.items()}
+    )
+
+
+def by_schedules(kinds: list[tuple[str, Any]], schedules: list[tuple[str, int]], count: int) -> dict[Any, Deviation]:
     """Every model by every schedule, against one process."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("pipeline",))
+    group, ranks = dist.group.WORLD, dist.get_world_size()
     found = {}
     for kind, task in kinds:
         case = tiny_case(kind, task)
-        wanted, facts = alone(case), probe(case)
+        wanted, facts, micros = alone(case), probe(case), micro_batches_of(case, count)
         for style, chunks in schedules:
-            answer = try_pipeline(case, mesh, Schedule(style, chunks), micros, facts)  # type: ignore[arg-type]
-            found[kind, style, chunks] = judge(answer, wanted)
+            schedule, model = Schedule(style, chunks), case.model()  # type: ignore[arg-type]
+            cut = cut_model(model, facts, ranks * chunks)
+            stages = Stages(model, cut, dist.get_rank(), ranks, schedule)
+            results = Pipeline(stages, group, schedule, CPU).step(micros, compute, lambda loss: loss)
+            stages.sum_shared_gradients()
+            found[kind, style, chunks] = judge(gathered(stages, results, group), wanted)
     return found
 
 

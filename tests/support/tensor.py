@@ -28,14 +28,10 @@ def case_of(kind: str, task: Any = "causal", **changes: Any) -> Any:
 
 
 def apart(kind: str, task: Any = "causal", changes: dict[str, Any] | None = None) -> tuple[float, float, str]:
-    """How far all ranks as one tensor axis are from one process: loss, worst gradient, whose."""
-    from shardwise.nn.tiny.case import judge
-    from shardwise.parallel.tiny_reference import alone
-    from shardwise.train.trial.tensor import try_tensor
+    """How far two ranks along the tensor axis are from one process: loss, worst gradient, whose."""
+    from support.trial import along
 
-    case = case_of(kind, task, **(changes or {}))
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tensor",))
-    verdict = judge(try_tensor(case, mesh), alone(case))
+    verdict = along("tensor", case_of(kind, task, **(changes or {})))
     return verdict.loss, verdict.gradient, verdict.module
 
 

@@ -6,36 +6,28 @@ crashes costs its time limit and no other trial.
 
 from __future__ import annotations
 
-import datetime
-import importlib
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardwise.config.objectives import Task
-from shardwise.nn.tiny.case import Deviation, LossAndGradients, TinyCase, case_of, judge
+from shardwise.config.schema import Run
+from shardwise.distributed.mesh import MeshLayout, layout_of
+from shardwise.nn.tiny.case import TinyCase, case_of
 from shardwise.nn.tiny.shrink import shrink
 from shardwise.parallel.tiny_reference import alone
-from shardwise.train.trial.ranks import _line, outcome_of, run_ranks
+from shardwise.train.trial.check import small_run
+from shardwise.train.trial.ranks import line_of, run_ranks
+from shardwise.train.trial.step import try_on_rank
 
-RANKS = 2
+AXES = ("tensor", "pipeline", "context", "expert")
 LIMIT = 120.0  # seconds of one trial
-
-Trial = Callable[[TinyCase, DeviceMesh], LossAndGradients]
-# Where each axis computes a case on a mesh of one dimension; imported when asked for.
-AXES = {
-    "tensor": "shardwise.train.trial.tensor:try_tensor",
-    "pipeline": "shardwise.train.trial.pipeline:try_pipeline",
-    "context": "shardwise.train.trial.context:try_context",
-    "expert": "shardwise.train.trial.expert:try_expert",
-}
+TIMEOUT = 40.0  # seconds that a rank waits for the other
 
 
 @dataclass(frozen=True)
@@ -73,15 +65,17 @@ def tiny_case(model_type: str, task: Task) -> TinyCase:
 
 def trials(axis: str, task: Task, names: Sequence[str] = (), limit: float = LIMIT) -> Iterator[ZooResult]:
     """Yields the results of an axis, one architecture after the other."""
-    _ready(axis)
+    torch.set_num_threads(1)
     for model_type in names or architectures(task):
         yield one_trial(model_type, task, axis, limit)
 
 
 def one_trial(model_type: str, task: Task, axis: str, limit: float = LIMIT) -> ZooResult:
     """Forks the ranks of a trial, waits for them, and returns the result."""
+    run, ranks = small_run(run_along(axis))
+    layout = layout_of(run.parallel, ranks)
     started = time.monotonic()
-    results = run_ranks(lambda rank, folder: _on_rank(rank, model_type, task, axis, folder), RANKS, limit)
+    results = run_ranks(lambda rank, folder: _on_rank(rank, folder, model_type, task, run, layout), ranks, limit)
     seconds = round(time.monotonic() - started, 2)
     silent = {"outcome": "refused", "why": f"no answer within {limit:.0f} s, or a crash"}
     answered = [result for result in results if result is not None]
@@ -91,32 +85,24 @@ def one_trial(model_type: str, task: Task, axis: str, limit: float = LIMIT) -> Z
         failures, key=lambda result: "process group" in result["why"] or "gloo" in result["why"], default=None
     )
     if outcome is None:
-        outcome = answered[0] if len(answered) == RANKS else silent
-    return ZooResult(model_type, task, axis, seconds=seconds, **outcome)
+        outcome = answered[0] if len(answered) == ranks else silent
+    return ZooResult(**outcome | {"model_type": model_type, "task": task, "axis": axis, "seconds": seconds})
 
 
-def _ready(axis: str) -> Trial:
-    torch.set_num_threads(1)
-    module, _, name = AXES[axis].partition(":")
-    trial: Trial = getattr(importlib.import_module(module), name)
-    return trial
+def run_along(axis: str, **parallel: Any) -> Run:
+    """Returns the default settings with two ranks along an axis and no losses of routers."""
+    router = {"aux_loss": 0, "z_loss": 0, "bias_update": 0}
+    settings = {"model": "tiny", "data": {"train": "none"}, "parallel": {axis: 2} | parallel, "router": router}
+    return Run.model_validate(settings)
 
 
-def _on_rank(rank: int, model_type: str, task: Task, axis: str, folder: Path) -> dict[str, Any]:
+def _on_rank(rank: int, folder: Path, model_type: str, task: Task, run: Run, layout: MeshLayout) -> dict[str, Any]:
     try:
         case = tiny_case(model_type, task)
         expected = alone(case)
     except BaseException as error:
-        return {"outcome": "unbuilt", "why": _line(error)}
-
-    def run_sharded() -> Deviation:
-        dist.init_process_group(
-            "gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=RANKS,
-            timeout=datetime.timedelta(seconds=40),
-        )  # fmt: skip
-        return judge(_ready(axis)(case, init_device_mesh("cpu", (RANKS,), mesh_dim_names=(axis,))), expected)
-
-    return outcome_of(run_sharded)
+        return {"outcome": "unbuilt", "why": line_of(error)}
+    return try_on_rank(rank, folder, case, run, layout, lambda: expected, TIMEOUT)
 
 
 def as_json(results: Sequence[ZooResult]) -> str:

@@ -138,8 +138,10 @@ def case_of(config: Any, task: Task, attention: str = "") -> TinyCase:
     if key not in _SINGLE:
         try:
             with torch.random.fork_rng(devices=[]), torch.no_grad():
-                case.model()(**case.inputs(rows=1), use_cache=False)
-            _SINGLE[key] = False
+                model = case.model()
+                model(**case.inputs(rows=1), use_cache=False)
+            # Its code may convert parameters in place (routers of Switch Transformers).
+            _SINGLE[key] = any(parameter.dtype is torch.float32 for parameter in model.parameters())
         except RuntimeError as error:
             _SINGLE[key] = "dtype" in str(error)
         except Exception:

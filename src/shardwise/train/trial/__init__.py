@@ -1,1 +1,1 @@
-"""The start-up trial: a tiny model of the run's class, parallelised as the run is, against one process."""
+"""The start-up trial: a tiny model, parallelised as the run is, against one process."""

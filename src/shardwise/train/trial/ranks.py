@@ -1,4 +1,4 @@
-"""Ranks of a trial: forked from this process, waited for, and what each came to."""
+"""Forks the ranks of a trial from this process, waits for them, and collects their outcomes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from shardwise.nn.tiny.case import CannotParallelize, Deviation
 def run_ranks(
     work: Callable[[int, Path], Any], ranks: int, limit: float
 ) -> list[dict[str, Any] | None]:
-    """What forked ranks answer, None for those that do not within the limit."""
+    """Returns what each forked rank answers, None for one that does not within the limit."""
     deadline = time.monotonic() + limit
     with tempfile.TemporaryDirectory() as folder:
         _wait([_fork(rank, work, Path(folder)) for rank in range(ranks)], deadline)
@@ -27,24 +27,23 @@ def run_ranks(
 
 
 def outcome_of(trial: Callable[[], Deviation]) -> dict[str, Any]:
-    """What a trial came to: `pass`, `wrong` with what is off, or `refused` with the reason."""
+    """Returns `pass`, `wrong` with what is off, or `refused` with the reason."""
     try:
-        verdict = trial()
+        deviation = trial()
     except CannotParallelize as refusal:
         return {"outcome": "refused", "why": str(refusal)}
     except BaseException as error:
         traceback.print_exc()
-        return {"outcome": "refused", "why": _line(error)}
-    found = {"loss": verdict.loss, "gradient": verdict.gradient}
-    if verdict.right:
-        return found | {"outcome": "pass"}
-    return found | {
-        "outcome": "wrong",
-        "why": f"the gradient of {verdict.module}" if verdict.module else "the loss",
-    }
+        return {"outcome": "refused", "why": line_of(error)}
+    outcome: dict[str, Any] = {"loss": deviation.loss, "gradient": deviation.gradient}
+    if deviation.right:
+        return outcome | {"outcome": "pass"}
+    why = f"the gradient of {deviation.module}" if deviation.module else "the loss"
+    return outcome | {"outcome": "wrong", "why": why}
 
 
-def _line(error: BaseException) -> str:
+def line_of(error: BaseException) -> str:
+    """Returns the type of an error and the first line of its message, in 200 characters."""
     text = (str(error).strip().splitlines() or [""])[0]
     return f"{type(error).__name__}: {text}"[:200]
 

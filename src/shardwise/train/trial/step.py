@@ -1,8 +1,15 @@
-"""A tiny model assembled as a run's is (parallel/parallelize.py), all axes at once, and one step of it."""
+"""One step of a tiny model that is assembled as a run's (parallel/parallelize.py), on each rank.
+
+For the start-up trial and the zoo.
+"""
 
 from __future__ import annotations
 
+import datetime
 import hashlib
+import os
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,25 +20,33 @@ from shardwise.config.methods import Full
 from shardwise.config.schema import Run
 from shardwise.data.loader import MicroBatch
 from shardwise.data.rows import RowBatch
-from shardwise.distributed.mesh import World
+from shardwise.distributed.mesh import MeshLayout, World, join_world
 from shardwise.nn.adapters.apply import apply_method
 from shardwise.nn.adapters.layers import is_added
 from shardwise.nn.models.source import ModelSource
 from shardwise.nn.models.weights import fill_local
 from shardwise.nn.objective import Loss, Objective
-from shardwise.nn.tiny.case import LossAndGradients, TinyCase, gradients_of, units_of
+from shardwise.nn.tiny.case import (
+    Deviation,
+    LossAndGradients,
+    TinyCase,
+    gradients_of,
+    judge,
+    units_of,
+)
 from shardwise.objectives.causal import CausalObjective
 from shardwise.objectives.head import token_loss
-from shardwise.parallel.parallelize import parallelize
+from shardwise.parallel.parallelize import AxisRefused, parallelize
 from shardwise.parallel.routers.hooks import RoutedObjective
 from shardwise.parallel.tiny_reference import alone
+from shardwise.train.trial.ranks import outcome_of
 
 MICRO = 2  # rows of a micro-batch
-SPREAD = 0.2  # of the adapters' first values: none is zero, so that each has a gradient
+SPREAD = 0.2  # of adapters' initial values: none is zero, so that each has a gradient
 
 
-class _Rows:
-    """Masked and encoder–decoder models as the trial asks them: with the ids that it gives, no others."""
+class _RowsObjective:
+    """Masked and encoder–decoder models, with the decoder ids of the trial where there are any."""
 
     figures: tuple[str, ...] = ()
     of_tokens = True
@@ -40,7 +55,7 @@ class _Rows:
         self._decoder = inputs.get("decoder_input_ids")
 
     def __call__(self, model: Any, batch: RowBatch) -> Loss:
-        """Sum over the labels."""
+        """Returns the loss summed over the labels."""
         inputs = batch.inputs
         if self._decoder is not None:
             assert batch.sources is not None
@@ -48,8 +63,37 @@ class _Rows:
         return token_loss(model(**inputs, use_cache=False).logits, batch.labels, None, 1)
 
 
+def try_on_rank(
+    rank: int,
+    folder: Path,
+    case: TinyCase,
+    run: Run,
+    layout: MeshLayout,
+    reference: Callable[[], LossAndGradients],
+    timeout: float,
+) -> dict[str, Any]:
+    """Joins the ranks that meet in `folder` and returns the outcome of the trial on this one.
+
+    A refusal by an axis has its name.
+    """
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(layout.ranks), "LOCAL_RANK": str(rank)}
+    refused: dict[str, str] = {}
+
+    def compare() -> Deviation:
+        expected = reference()
+        limit = datetime.timedelta(seconds=timeout)
+        dist.init_process_group("gloo", f"file://{folder}/meet", limit, layout.ranks, rank)
+        try:
+            return judge(try_run(case, run, join_world("cpu", "gloo", timeout, layout)), expected)
+        except AxisRefused as refusal:
+            refused["axis"] = refusal.axis
+            raise
+
+    return outcome_of(compare) | refused
+
+
 def reference_of(case: TinyCase, run: Run) -> LossAndGradients:
-    """What one process computes, with the run's adapters on the model."""
+    """Returns what one process computes, with the run's adapters on the model."""
 
     def add_adapters(model: Any) -> None:
         if not isinstance(run.method, Full):
@@ -60,25 +104,30 @@ def reference_of(case: TinyCase, run: Run) -> LossAndGradients:
 
 
 def try_run(case: TinyCase, run: Run, world: World) -> LossAndGradients:
-    """The loss and every gradient, unsharded, on every rank, of a model assembled as the run says."""
+    """Returns the loss and every full gradient of a model that is assembled as the run says.
+
+    Collective; the result is the same on every rank.
+    """
     source = ModelSource("trial", case.config, None, "", task=case.task, attention=case.attention)
     model = case.model()
     sharded, context = parallelize(model, run, world, source, materialise=lambda _, device: None)
     fill_added(model)
-    inputs, labels = case.inputs(), case.labels()
+    inputs = case.inputs()
+    labels = case.labels()
     scale = sharded.data_parallel_size / units_of(labels)
-    objective: Objective = CausalObjective(model) if case.task == "causal" else _Rows(inputs)
+    objective: Objective = (
+        CausalObjective(model) if case.task == "causal" else _RowsObjective(inputs)
+    )
     if (routers := context.router_losses) is not None:
         objective = RoutedObjective(objective, routers)
     rows = MICRO if len(labels) // MICRO >= world.layout.data else 1
     starts = range(world.place.data * rows, len(labels), rows * world.layout.data)
     batches = [_batch(case, inputs, labels, slice(at, at + rows)) for at in starts]
+    losses = []
     if context.pipeline is not None:
-        losses = context.learn(
-            model, objective, batches, lambda loss: loss.total * scale, sharded.prepare_micro_batch
-        )  # fmt: skip
+        prepare = sharded.prepare_micro_batch
+        losses = context.learn(model, objective, batches, lambda loss: loss.total * scale, prepare)
     else:
-        losses = []
         for index, batch in enumerate(batches):
             sharded.prepare_micro_batch(index == len(batches) - 1)
             with context.active():
@@ -88,14 +137,13 @@ def try_run(case: TinyCase, run: Run, world: World) -> LossAndGradients:
     if not context.counts:
         total.zero_()
     dist.all_reduce(total)
-    return LossAndGradients(
-        total.item() / units_of(labels), _of_all_stages(gradients_of(model), world)
-    )
+    gradients = _from_all_stages(gradients_of(model), world)
+    return LossAndGradients(total.item() / units_of(labels), gradients)
 
 
 @torch.no_grad()
 def fill_added(model: nn.Module) -> None:
-    """Values of adapters by name alone: the same in one process and on any number of ranks."""
+    """Fills adapters with values that depend on names alone: the same on any number of ranks."""
     for name, parameter in model.named_parameters():
         if is_added(name):
             seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "little")
@@ -113,10 +161,13 @@ def _batch(
     return RowBatch(ids, torch.ones_like(ids), labels[rows], torch.arange(len(labels))[rows])
 
 
-def _of_all_stages(mine: dict[str, torch.Tensor], world: World) -> dict[str, torch.Tensor]:
-    """The gradients of all pipeline stages; one that several have is the same on each."""
+def _from_all_stages(local: dict[str, torch.Tensor], world: World) -> dict[str, torch.Tensor]:
+    """The gradients of all pipeline stages; one that several hold is the same on each."""
     if world.pipeline is None:
-        return mine
-    everyone: list[Any] = [None] * world.pipeline.size()
-    dist.all_gather_object(everyone, mine, group=world.pipeline.get_group())
-    return {name: gradient for part in everyone for name, gradient in part.items()}
+        return local
+    by_stage: list[Any] = [None] * world.pipeline.size()
+    dist.all_gather_object(by_stage, local, group=world.pipeline.get_group())
+    gradients: dict[str, torch.Tensor] = {}
+    for part in by_stage:
+        gradients |= part
+    return gradients
