@@ -16,6 +16,7 @@ from typing import Any
 import yaml
 from pydantic import BaseModel
 
+from shardwise.config.advanced import DEEPSPEED_ONLY, written
 from shardwise.config.schema import Run
 
 ROOT = Path(__file__).parents[2]
@@ -62,7 +63,7 @@ def documents() -> dict[str, list[str]]:
 
 def main() -> None:
     """Prints the counts."""
-    every = leaves(Run)
+    every = [written(name) for name in leaves(Run) if not name.startswith(DEEPSPEED_ONLY)]
     names = list(dict.fromkeys(every))
     set_by: dict[str, Counter[str]] = {}
     for where, texts in documents().items():

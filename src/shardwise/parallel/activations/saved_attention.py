@@ -47,7 +47,8 @@ class SavedAttention:
         if self.found or self.last is None or self.last.made:
             return []
         return [
-            "recompute_attention: false kept nothing: no row was one document, or this model's attention is its own"
+            "advanced.memory.recompute_attention: false kept nothing: no row was one document, "
+            "or this model's attention is its own"
         ]
 
 

@@ -105,7 +105,7 @@ def explain_divided(bucket: int | None) -> Iterator[None]:
             raise
         problem = "a module of this model uses parameters of another without calling it, so it cannot be divided so far"
         raise UserError(
-            "parallel.bucket", bucket, problem, "use a larger bucket, or leave it out"
+            "advanced.bucket", bucket, problem, "use a larger bucket, or leave it out"
         ) from error
 
 
