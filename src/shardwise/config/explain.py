@@ -150,7 +150,8 @@ def unknown_advanced(path: str, value: Any, origin: dict[str, str], base: str) -
     below = [place.removeprefix(f"{section}.") for place in [*SECTIONS, *INSIDE] if place.startswith(f"{section}.")]
     known = list(dict.fromkeys(name.partition(".")[0] for name in below))
     if path in SECTIONS:
-        return UserError(path, value, f"expected a section with settings of its own {where}", f"it has {', '.join(known)}")
+        problem = f"expected a section with settings of its own {where}"
+        return UserError(path, value, problem, f"{path} takes {', '.join(known)}")
     key = path.rpartition(".")[2]
     places = _leaves() | {place.rpartition(".")[2]: place for place in INSIDE}
     near = difflib.get_close_matches(key, list(places), n=1, cutoff=0.6)
@@ -259,7 +260,9 @@ def _remedy(path: str, details: list[Any]) -> str:
         return f"{_EXAMPLES[path]} (settings: {keys})" if path in _EXAMPLES else f"{path} takes {keys}"
     along = _fields_along(details[0]["loc"] if details else tuple(path.split(".")))
     description = next((str(f.description) for f in reversed(along) if f.description), None)
-    return f"{written(path)}: {description}" if description else "see `shardwise config --schema` for what is allowed here"
+    if description is None:
+        return "see `shardwise config --schema` for what is allowed here"
+    return f"{written(path)}: {description}"
 
 
 def _meant(value: Any, choices: list[str]) -> str | None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from shardwise.config.advanced import ADVANCED, DEEPSPEED_ONLY
-from shardwise.config.paths import ABSENT, find, place, remove
+from shardwise.config.paths import ABSENT, find, remove
 from shardwise.config.schema import DEEPSPEED_SCHEDULES, Run
 
 DESCRIPTION = "settings that hardly any run needs"
@@ -43,7 +43,7 @@ def _take(schema: dict[str, Any], path: str) -> Any:
             if find(node.get("default"), below) is not ABSENT:
                 remove(node["default"], below)
         sections = [section for node in nodes for section in _sections(schema, node)]
-    return [section["properties"].pop(leaf) for section in sections if leaf in section["properties"]][0]
+    return next(section["properties"].pop(leaf) for section in sections if leaf in section["properties"])
 
 
 def _sections(schema: dict[str, Any], node: dict[str, Any]) -> Iterator[dict[str, Any]]:

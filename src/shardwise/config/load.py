@@ -102,14 +102,15 @@ def read_values(
     for path, value in move_inside(values, origin).items():
         raise unknown_advanced(path, value, origin, base)
     if by_hand and find(values, "parallel.deepspeed") in (ABSENT, None, ""):
-        notes += [_deepspeed_note(path.rstrip("."), origin) for path in DEEPSPEED_ONLY if is_deepspeed_only(values, path)]
+        notes += [_deepspeed_note(path, origin) for path in DEEPSPEED_ONLY if is_deepspeed_only(values, path)]
     return values, origin, base, tuple(dict.fromkeys(notes))
 
 
 def _deepspeed_note(path: str, origin: dict[str, str]) -> str:
-    where = f" ({origin[path]})" if path in origin else ""
-    name = f"{path} with settings of its own" if path == "train.schedule" else path
-    return f"{name} is left to DeepSpeed configs (parallel.deepspeed); here it works until the next release{where}"
+    name = path.rstrip(".")
+    where = f" ({origin[name]})" if name in origin else ""
+    what = name if name == path else f"{name} with settings of its own"
+    return f"{what} is left to DeepSpeed configs (parallel.deepspeed); here it works until the next release{where}"
 
 
 def _merge_deepspeed(values: dict[str, Any], origin: dict[str, str]) -> tuple[KeyAccount, ...]:

@@ -75,7 +75,7 @@ def rename(values: dict[str, Any], origin: dict[str, str] | None = None, table: 
     for old, new in table.items():
         if find(values, old) is not ABSENT and find(values, new) is not ABSENT:
             raise both_given(old, new, origin.get(old))
-    notes = []
+    notes, moved = [], []
     for old, new in table.items():
         value = find(values, old)
         if value is ABSENT:
@@ -84,7 +84,9 @@ def rename(values: dict[str, Any], origin: dict[str, str] | None = None, table: 
         there = find(values, new)
         if there is not ABSENT and not isinstance(there, dict):  # by another old name
             raise both_given(old, new, origin.get(old))
-        if value or there is ABSENT:  # else all of a section has moved already, key by key
+        emptied = value == {} and any(one.startswith(f"{old}.") for one in moved)
+        moved.append(old)
+        if value or (there is ABSENT and not emptied):  # else all of a section has moved already, key by key
             place(values, new, value | there if isinstance(there, dict) else value)
             notes.append(note(old, new, origin.get(old)))
         for path in [path for path in origin if path == old or path.startswith(f"{old}.")]:
@@ -127,4 +129,3 @@ def read_saved(file: Path) -> dict[str, Any]:
     rename(values)
     drop(values)
     return values
-

@@ -244,7 +244,10 @@ def check_parallel(run: Run, ranks: int) -> None:
         )
     if run.recompute_group > 1 and ranks > 1:
         raise UserError(
-            "advanced.memory.recompute_group", run.recompute_group, f"is for one GPU yet, not for {ranks} ranks", "leave it out"
+            "advanced.memory.recompute_group",
+            run.recompute_group,
+            f"is for one GPU yet, not for {ranks} ranks",
+            "leave it out",
         )
     check_secondary(run.parallel, ranks)
     if run.parallel.reduce_dtype == "bf16" and spread == 1:

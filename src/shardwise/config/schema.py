@@ -360,8 +360,8 @@ class Train(Section):
     decay_norms: bool = Field(default=False, description="apply weight_decay to norms and biases too")
     schedule: Schedule = Field(
         default="cosine",
-        description="after warm-up; wsd = warm-up, stable, then a linear decay. DeepSpeed's own schedules are set by its "
-        "config (parallel.deepspeed); warmup, decay and min_lr_ratio then do nothing",
+        description="after warm-up; wsd = warm-up, stable, then a linear decay. DeepSpeed's own schedules are set by "
+        "its config (parallel.deepspeed); warmup, decay and min_lr_ratio then do nothing",
     )
     warmup: Span = Field(default="3%", description="share of the run (3%), or steps (100)")
     decay: Span = Field(default="20%", description="length of the decay of wsd: share of the run (20%), or steps (100)")

@@ -187,7 +187,8 @@ class Client:
                 if self._waiting.due("an answer"):
                     self._log(
                         f"diloco.server: nobody answers at {self.host}:{self.port} ({error or type(error).__name__}); "
-                        f"{waited:.0f} s so far, giving up after {in_words(self.patience)} (advanced.diloco.connect_timeout)"
+                        f"{waited:.0f} s so far, giving up after {in_words(self.patience)} "
+                        "(advanced.diloco.connect_timeout)"
                     )
                 if waited > self.patience:
                     raise RunFailed(

@@ -294,12 +294,10 @@ def print_config(result: Resolution, loaded: LoadedRun, advanced: bool = False) 
         table.add_row(shown, json.dumps(value, ensure_ascii=False), origin)
     console.print(table, highlight=False)
     if hidden:
-        console.print(f"{hidden} settings of advanced are not set; --advanced lists them", style="dim")
-    still_open = [
-        p
-        for p, v in values
-        if p == "train.steps" and v is None
-    ]
+        console.print(
+            f"{hidden} settings of advanced are not set; --advanced lists them", style="dim"
+        )
+    still_open = [p for p, v in values if p == "train.steps" and v is None]
     if still_open:
         console.print("train.steps follows from train.epochs once the data are read", style="dim")
     for note in loaded.notes:

@@ -33,7 +33,9 @@ class Profiling:
         late = sorted(step for step in self._steps if step > total)
         steps = ", ".join(map(str, late))
         self._told = (
-            [f"not profiled, since the run ends after {total} steps: {steps} (advanced.log.profile)"]
+            [
+                f"not profiled, since the run ends after {total} steps: {steps} (advanced.log.profile)"
+            ]
             if late
             else []
         )

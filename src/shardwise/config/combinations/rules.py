@@ -170,7 +170,8 @@ PLACES = (
     _rule("recompute_attention", (f.KEPT_ATTENTION, (f.NO_RECOMPUTE, f.LIGHT)), "no block is computed again",
           "use recompute: full, or leave it out"),
     _rule("recompute_attention", (f.KEPT_ATTENTION, f.PLAIN_ATTENTION),
-          "keeps what our own attention made, but attention is plain", "set advanced.kernels.attention: auto, or leave it out"),
+          "keeps what our own attention made, but attention is plain",
+          "set advanced.kernels.attention: auto, or leave it out"),
     _rule("recompute_attention", (f.KEPT_ATTENTION, f.UNPACKED),
           "keeps what our own attention made, which is that of packed rows", "set data.packing: true, or leave it out"),
     _rule("recompute_attention", (f.KEPT_ATTENTION, (f.SEQ2SEQ, f.MASKED, f.CLASSIFY)),
@@ -303,7 +304,7 @@ MACHINES = (
     _rule("fp8.gather", (f.FP8_GATHER, f.FP8[1]),
           "scales by row are of rows forward and of columns backward, and codes have one of the two",
           "use recipe: tensorwise, or leave it out: gathers are in bf16"),
-    _rule("backend", (f.NCCL, f.CPU), "works on CUDA devices only", "use backend: gloo or leave it out"),
+    _rule("backend", (f.NCCL, f.CPU), "works on CUDA devices only", "use advanced.backend: gloo or leave it out"),
 )  # fmt: skip
 
 REMARKS = (

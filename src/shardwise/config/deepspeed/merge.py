@@ -22,10 +22,10 @@ def merge(
     The run's file must not contradict the config. The command line may: it takes precedence, and the account notes it.
     """
     last_word = {path: find(values, path) for path, where in origin.items() if where == "command line"}
-    written = copy.deepcopy(values)
+    file_values = copy.deepcopy(values)
     for path in sorted(last_word, reverse=True):  # deepest first, so that a section's leaves go before it
-        _remove(written, path)
-    translation = translate(config, ranks=ranks, run=written, file=file)
+        _remove(file_values, path)
+    translation = translate(config, ranks=ranks, run=file_values, file=file)
     notes = []
     for path, value in _leaves(translation.values):
         source = translation.sources.get(path) or translation.sources.get(path.rpartition(".")[0], "")

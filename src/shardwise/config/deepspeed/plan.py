@@ -106,7 +106,8 @@ class PartialTranslation:
             return
         place(self.values, target, value)
         self.sources[target] = f"{key} (default)"
-        self.account.append(KeyAccount(key, None, "honoured", f"DeepSpeed's default → {written(target)}: {show(value)}", False))
+        done = f"DeepSpeed's default → {written(target)}: {show(value)}"
+        self.account.append(KeyAccount(key, None, "honoured", done, False))
 
     def auto(self, target: str) -> str:
         """Account entry for "auto": RUN.yaml's value, else our default; sets nothing."""

@@ -51,7 +51,8 @@ def several(prefix: str, names: str, note: str) -> list[Key]:
 def scheduled(names: str) -> list[Key]:
     """Rows of schedule parameters that our schedule takes under the same name."""
     return [
-        honoured(f"scheduler.params.{name}", "of the schedule, under the same name", r.schedule_parameter) for name in names.split()
+        honoured(f"scheduler.params.{name}", "of the schedule, under the same name", r.schedule_parameter)
+        for name in names.split()
     ]
 
 
@@ -79,7 +80,8 @@ PRECISION = [
     honoured("bfloat16.enabled", "the old name of bf16.enabled", r.precision),
     honoured("fp16.loss_scale", "`loss_scale.value`; 0 = `dynamic`", r.loss_scale),
     honoured("fp16.initial_scale_power", "`advanced.loss_scale.initial`, 2 to this power", r.initial_scale),
-    honoured("fp16.loss_scale_window", "`advanced.loss_scale.growth_interval`", r.to("loss_scale.growth_interval", r.count)),
+    honoured("fp16.loss_scale_window", "`advanced.loss_scale.growth_interval`",
+             r.to("loss_scale.growth_interval", r.count)),
     honoured("fp16.hysteresis", "`advanced.loss_scale.hysteresis`", r.to("loss_scale.hysteresis", r.count)),
     honoured("fp16.consecutive_hysteresis", "`advanced.loss_scale.consecutive_hysteresis`",
              r.to("loss_scale.consecutive_hysteresis", r.flag)),
@@ -126,7 +128,8 @@ OPTIMIZER = [
     honoured("optimizer.params.lr", "`train.learning_rate`, unless the scheduler names its own", r.learning_rate),
     honoured("optimizer.params.betas", "`train.betas`", r.betas),
     honoured("optimizer.params.eps", "`train.eps`", r.to("train.eps", r.number)),
-    honoured("optimizer.params.weight_decay", "`train.weight_decay`, with `advanced.decay_norms: true`", r.weight_decay),
+    honoured("optimizer.params.weight_decay", "`train.weight_decay`, with `advanced.decay_norms: true`",
+             r.weight_decay),
     honoured("optimizer.params.momentum", "the first of `train.betas` (SGD)", r.momentum),
     honoured("optimizer.params.adam_w_mode", "true is what is done; false is refused with weight decay",
              r.adam_w_mode),
@@ -259,7 +262,8 @@ REPORTS = [
     honoured("wall_clock_breakdown", "`advanced.log.breakdown`", r.to("log.breakdown", r.flag)),
     idle("memory_breakdown", _MEMORY),
     honoured("comms_logger.enabled", "`advanced.log.comms`", r.to("log.comms", r.flag)),
-    *several("comms_logger", "verbose prof_all prof_ops debug", "`advanced.log.comms` counts every collective, by kind"),
+    *several("comms_logger", "verbose prof_all prof_ops debug",
+             "`advanced.log.comms` counts every collective, by kind"),
     honoured("csv_monitor.enabled", "one CSV file per figure beside `metrics.jsonl`", r.csv_folder),
     honoured("csv_monitor.output_path", "the folder of these files", r.csv_folder),
     honoured("csv_monitor.job_name", "the last part of that folder", r.csv_folder),

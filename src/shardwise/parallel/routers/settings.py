@@ -45,7 +45,10 @@ def choose(run: Run, found: Routers | None, model: nn.Module) -> Chosen:
     if run.router.balance != "document" and not aux:
         problem = "is for the auxiliary loss, and there is none"
         raise UserError(
-            "advanced.router.balance", run.router.balance, problem, "set router.aux_loss, or leave it out"
+            "advanced.router.balance",
+            run.router.balance,
+            problem,
+            "set router.aux_loss, or leave it out",
         )
     return Chosen(aux, z, _bias_update(run, found, model, why), why)
 
