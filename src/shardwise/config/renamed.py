@@ -75,7 +75,8 @@ def rename(values: dict[str, Any], origin: dict[str, str] | None = None, table: 
     for old, new in table.items():
         if find(values, old) is not ABSENT and find(values, new) is not ABSENT:
             raise both_given(old, new, origin.get(old))
-    notes, moved = [], []
+    notes: list[str] = []
+    moved: list[str] = []
     for old, new in table.items():
         value = find(values, old)
         if value is ABSENT:

@@ -186,7 +186,8 @@ class LossGuard:
             f"{why}, after {self._settings.max_recoveries} others were skipped or gone back from "
             "(advanced.guard.max_recoveries)\n"
             f"  → lower train.learning_rate, look at the data named in {FILE}, or raise "
-            "advanced.guard.max_recoveries; what is in that file stays left out and counted (resume=never begins anew)"
+            "advanced.guard.max_recoveries; what is in that file stays left out and counted "
+            "(resume=never begins anew)"
         )
 
     def _note(self, step: int, why: str, did: str, until: int) -> None:

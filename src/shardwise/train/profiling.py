@@ -34,7 +34,8 @@ class Profiling:
         steps = ", ".join(map(str, late))
         self._told = (
             [
-                f"not profiled, since the run ends after {total} steps: {steps} (advanced.log.profile)"
+                f"not profiled, since the run ends after {total} steps: {steps} "
+                "(advanced.log.profile)"
             ]
             if late
             else []

@@ -201,5 +201,6 @@ def line(entry: KeyAccount, run: dict[str, Any] | None = None) -> tuple[str, str
     """One entry as three columns: key and value, verdict, action; with the resolved run, also the value of "auto"."""
     key = f"{entry.key}: {show(entry.value)}" if entry.given else f"({entry.key})"
     final = find(run, entry.auto) if run and entry.auto else ABSENT
-    answer = "" if final is ABSENT or f"{written(entry.auto)}: {show(final)} " in entry.done else f" → {show(final)}"
+    known = final is ABSENT or f"{written(entry.auto or '')}: {show(final)} " in entry.done
+    answer = "" if known else f" → {show(final)}"
     return key, entry.verdict, entry.done + answer
