@@ -81,10 +81,7 @@ def meeting_point(state: Path, *options: str, env: dict[str, str] | None = None)
 def worker_run(folder: Path, point: Point, name: str, every: int = 4, **changes: Any) -> dict[str, Any]:
     """A tiny run that meets others."""
     run = tiny_run(folder, output=str(folder / name), **changes)
-    return run | {
-        "diloco": {"server": point.address, "sync_every": every, "name": name},
-        "advanced": {"diloco": {"connect_timeout": 60}},
-    }
+    return run | {"diloco": {"server": point.address, "sync_every": every, "name": name, "connect_timeout": 60}}
 
 
 def meetings(output: Path) -> list[dict[str, Any]]:
