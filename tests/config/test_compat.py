@@ -20,7 +20,7 @@ from support.ranks import run_ranks
 from typer.testing import CliRunner
 
 from shardwise.cli.main import app
-from shardwise.config.advanced import as_written
+from shardwise.config.advanced import as_written, written
 from shardwise.config.combinations import (
     FEATURES,
     RULES,
@@ -84,7 +84,7 @@ def check_refusal(rule: CombinationRule, tmp_path: Path) -> None:
             said.append(str(error))
             if (
                 error
-                and (error.field, error.remedy) == (rule.field, rule.remedy)
+                and (error.field, error.remedy) == (written(rule.field), rule.remedy)
                 and re.fullmatch(words, error.problem)
             ):
                 break
