@@ -33,7 +33,7 @@ RUN: dict[str, Any] = {
 KINDS: dict[str, dict[str, Any]] = {
     "bf16": {"precision": "bf16"},
     "fp8": {"precision": "fp8"},
-    "fp8, fast": {"precision": "fp8", "fp8": {"use_fast_accum": True}},
+    "fp8, fast": {"precision": "fp8", "advanced": {"fp8": {"use_fast_accum": True}}},
     "fp8 by rows": {"precision": "fp8", "fp8": {"recipe": "rowwise"}},
 }
 

@@ -36,8 +36,8 @@ def run_of(folder: Path, asked: argparse.Namespace, every: int | None) -> Path:
         "model": {"config": config, "tokenizer": str(folder.parent / "tokenizer")},
         "data": {"train": str(folder.parent / "text.jsonl"), "sequence_length": LENGTH},
         "train": {"steps": asked.steps, "batch_size": batch, "micro_batch_size": min(batch, 4), "learning_rate": 1e-3},
-        "precision": "fp32", "device": "cpu", "ranks": 1, "checkpoint": {"every": every}, "export": {"check": False},
-        "output": str(folder / "out"), "resume": "never",
+        "precision": "fp32", "device": "cpu", "ranks": 1, "checkpoint": {"every": every},
+        "advanced": {"export": {"check": False}}, "output": str(folder / "out"), "resume": "never",
     }  # fmt: skip
     folder.mkdir(parents=True)
     (folder / "run.yaml").write_text(json.dumps(run))

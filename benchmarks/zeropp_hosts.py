@@ -195,7 +195,7 @@ def describe_run(args: argparse.Namespace, work: Path) -> dict[str, Any]:
         "model": args.model,
         "data": {"train": args.train, "sequence_length": args.length},
         "train": {"steps": args.steps, "batch_size": args.batch, "micro_batch_size": 1, "learning_rate": 1e-4},
-        "precision": args.precision, "device": args.device, "backend": "gloo", "timeout": "30min",
+        "precision": args.precision, "device": args.device, "advanced": {"backend": "gloo"}, "timeout": "30min",
         "checkpoint": {"every": None}, "resume": "never",
     }  # fmt: skip
     if args.eval_every:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from shardwise.config.advanced import written
 from shardwise.config.schema import Run
 
 ROOT = Path(__file__).parents[1]
@@ -17,7 +18,7 @@ def test_it_builds(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     config = (tmp_path / "pages/config.html").read_text()
-    assert all(f">{name}<" in config for name in Run.model_fields), "every key of RUN.yaml"
+    assert all(f">{written(name)}<" in config for name in Run.model_fields), "every key of RUN.yaml"
     commands = re.sub("<[^>]+>", "", (tmp_path / "pages/commands.html").read_text())  # colours of the code
     assert "shardwise train run.yaml" in commands and "Start it even if it is not foreseen to fit." in commands
     for page in tmp_path.rglob("*.html"):

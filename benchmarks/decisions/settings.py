@@ -16,6 +16,7 @@ from typing import Any
 import yaml
 from pydantic import BaseModel
 
+from shardwise.config.advanced import DEEPSPEED_ONLY, written
 from shardwise.config.schema import Run
 
 ROOT = Path(__file__).parents[2]
@@ -33,7 +34,7 @@ def leaves(section: type[BaseModel], prefix: str = "") -> list[str]:
     """Dotted names; of sections to choose from, all."""
     names: list[str] = []
     for name, field in section.model_fields.items():
-        inner = sections(field.annotation)
+        inner = [] if f"{prefix}{name}." in DEEPSPEED_ONLY else sections(field.annotation)
         for one in inner:
             names += leaves(one, f"{prefix}{name}.")
         if not inner:
@@ -62,7 +63,7 @@ def documents() -> dict[str, list[str]]:
 
 def main() -> None:
     """Prints the counts."""
-    every = leaves(Run)
+    every = [name for name in leaves(Run) if name not in DEEPSPEED_ONLY]
     names = list(dict.fromkeys(every))
     set_by: dict[str, Counter[str]] = {}
     for where, texts in documents().items():
@@ -78,10 +79,11 @@ def main() -> None:
     )
     table = "\n".join(file.read_text() for file in DEEPSPEED.glob("*.py"))
     print(f"{len(every)} settings, {len(names)} of different names")
-    for name in names:
+    for path in names:
+        name = written(path)
         counts = [set_by[where][name] for where in ("recipes", "examples", "docs")]
         command = len(re.findall(rf"(?<![\w.]){re.escape(name)}=", pages))
-        deepspeed = len(re.findall(rf'["\']{re.escape(name)}["\']', table))
+        deepspeed = len(re.findall(rf'["\']{re.escape(path)}["\']', table))
         if "--all" in sys.argv or not any((*counts, command)):
             recipes, examples, docs = counts
             print(f"{name:42} recipes {recipes:2} examples {examples:2} docs {docs + command:2} deepspeed {deepspeed}")

@@ -31,7 +31,7 @@ WHO = {
     "ours-8bit": "**Shardwise**, adamw8bit on 32-bit weights",
     "ours-fp8": "**Shardwise**, AdamW on 32-bit weights and states",
     "ours-8bit-fp8": "**Shardwise**, adamw8bit on 32-bit weights",
-    "ours-8bit-fp8-fast": "**Shardwise**, the same with `fp8.use_fast_accum`",
+    "ours-8bit-fp8-fast": "**Shardwise**, the same with `advanced.fp8.use_fast_accum`",
     "ours-lora": "**Shardwise**",
     "ours-lora-fp8": "**Shardwise**, base in fp8",
     "ours-qlora-fp8": "**Shardwise**, `multiply: fp8`, `recompute: light`",

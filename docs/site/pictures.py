@@ -51,7 +51,7 @@ FIGURES: dict[str, tuple[str, int, int, dict[str, dict[str, Any]]]] = {
         "recompute": ZERO3 | {"recompute": "full"},
         "recompute, inputs on the host": ZERO3 | {"recompute": "full", "offload.activations": "cpu"},
         "recompute, inputs over 2 tensor ranks": ZERO3 | {"recompute": "full", "parallel.tensor": 2},
-        "recompute, buckets of 50 MB": ZERO3 | {"recompute": "full", "parallel.bucket": "50MB"},
+        "recompute, buckets of 50 MB": ZERO3 | {"recompute": "full", "advanced.bucket": "50MB"},
     }),
     "offload": ("ZeRO-Offload", 2, 2, {
         "stage 2": {"parallel.zero": 2},
@@ -116,12 +116,13 @@ def _cell(model: dict[str, Any], settings: dict[str, Any], ranks: int, rank: int
     values: dict[str, Any] = {
         "model": {"config": model, "tokenizer": "none"}, "data": {"train": "none", "sequence_length": LENGTH},
         "objective": "causal", "precision": "bf16", "device": "cuda", "recompute": "none", "output": "none",
-        "train": {"batch_size": 2 * ranks, "micro_batch_size": 1, "steps": 1, "master_weights": "fp32"},
+        "train": {"batch_size": 2 * ranks, "micro_batch_size": 1, "steps": 1},
+        "advanced": {"master_weights": "fp32"},
     }  # fmt: skip
     for key, value in settings.items():
         place(values, key, value)
     if "offload.optimizer" in settings:
-        del values["train"]["master_weights"]  # in two halves then
+        del values["advanced"]["master_weights"]  # in two halves then
     target = aim(load_run(values), 1, ranks)
     shardwise.parallel.zero.plusplus.ranks_per_node = lambda *_: node  # type: ignore[attr-defined]  # hosts that are not there
     files, mapped = _followed_files()

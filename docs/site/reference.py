@@ -9,29 +9,40 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
+from shardwise.config.advanced import DEEPSPEED_ONLY, written
+
+HEADER = ["| key | kind | default | meaning |", "| --- | --- | --- | --- |"]
+
 
 def config_page() -> str:
     """Every key of RUN.yaml: its kind, default and meaning."""
-    from shardwise.config.renamed import RENAMED
+    from shardwise.config.advanced import FORMER_PLACES
+    from shardwise.config.json_schema import DESCRIPTION
     from shardwise.config.schema import Run
 
     lines = ["# RUN.yaml, key by key", "", "Written from the code, as `shardwise config --schema` is.", ""]
-    lines += ["| key | kind | default | meaning |", "| --- | --- | --- | --- |", *_rows(Run, "")]
+    lines += [*HEADER, *(row for path, row in _rows(Run, "") if written(path) == path)]
+    lines += ["", "## advanced", "", f"{DESCRIPTION[0].upper()}{DESCRIPTION[1:]}.", "", *HEADER]
+    lines += [row for path, row in _rows(Run, "") if written(path) != path]
     lines += ["", "## Renamed settings", "", "The old name works until the next release, with a note.", ""]
-    lines += ["| old | new |", "| --- | --- |", *(f"| `{old}` | `{new}` |" for old, new in RENAMED.items())]
+    lines += ["| old | new |", "| --- | --- |", *(f"| `{old}` | `{new}` |" for old, new in FORMER_PLACES.items())]
     return "\n".join(lines) + "\n"
 
 
-def _rows(model: type[BaseModel], prefix: str) -> list[str]:
+def _rows(model: type[BaseModel], prefix: str) -> list[tuple[str, str]]:
+    """Path in Run and row of each key, under the name that RUN.yaml has it by."""
     rows = []
     for name, field in model.model_fields.items():
-        nested = _sections(field.annotation)
+        path = f"{prefix}{name}"
+        if path in DEEPSPEED_ONLY:
+            continue
+        nested = [] if f"{path}." in DEEPSPEED_ONLY else _sections(field.annotation)
         default = "" if field.default is PydanticUndefined or nested else f"`{_shown(field.default)}`"
         kind = "" if nested else f"`{_kind(field.annotation)}`"
-        rows.append(f"| `{prefix}{name}` | {_cell(kind)} | {_cell(default)} | {_cell(field.description or '')} |")
+        cells = [f"`{written(path)}`", _cell(kind), _cell(default), _cell(field.description or "")]
+        rows.append((path, f"| {' | '.join(cells)} |"))
         for one in nested:
-            mark = f"{prefix}{name}."
-            rows += [row for row in _rows(one, mark) if row not in rows]
+            rows += [row for row in _rows(one, f"{path}.") if row not in rows]
     return rows
 
 
@@ -44,7 +55,7 @@ def _sections(kind: Any) -> list[type[BaseModel]]:
 
 def _kind(kind: Any) -> str:
     if get_origin(kind) in (Union, types.UnionType):
-        return " | ".join(_kind(part) for part in get_args(kind))
+        return " | ".join(_kind(part) for part in get_args(kind) if not _sections(part))
     if get_origin(kind) is Annotated:
         return _kind(get_args(kind)[0])
     if get_origin(kind) is Literal:

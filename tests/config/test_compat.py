@@ -20,6 +20,7 @@ from support.ranks import run_ranks
 from typer.testing import CliRunner
 
 from shardwise.cli.main import app
+from shardwise.config.advanced import as_written, written
 from shardwise.config.combinations import (
     FEATURES,
     RULES,
@@ -59,7 +60,8 @@ def refused(settings: dict[str, Any], folder: Path) -> UserError | None:
     """What the real loading says of settings, written to a file."""
     file = folder / "run.yaml"
     values = MOST_RANKS | settings
-    file.write_text(yaml.safe_dump(nested({k: list(v) if isinstance(v, tuple) else v for k, v in values.items()})))
+    plain = {path: list(value) if isinstance(value, tuple) else value for path, value in values.items()}
+    file.write_text(yaml.safe_dump(as_written(nested(plain))))
     try:
         resolve_machine(load_run(file).run)
     except UserError as error:
@@ -82,7 +84,7 @@ def check_refusal(rule: CombinationRule, tmp_path: Path) -> None:
             said.append(str(error))
             if (
                 error
-                and (error.field, error.remedy) == (rule.field, rule.remedy)
+                and (error.field, error.remedy) == (written(rule.field), rule.remedy)
                 and re.fullmatch(words, error.problem)
             ):
                 break

@@ -318,7 +318,7 @@ def test_auto_takes_the_run_s_value_and_shows_it(tmp_path: Path) -> None:
     assert told["gradient_accumulation_steps"] == "auto → 2 rounds of 3 × 2 ranks"
     assert told["optimizer.params.lr"] == "auto → train.learning_rate: 3e-4 (of the run)"
     assert told["optimizer.params.weight_decay"] == "auto → train.weight_decay: 0.01 (our default)"
-    assert told["zero_optimization.reduce_bucket_size"] == "auto → parallel.bucket: auto (our default)"
+    assert told["zero_optimization.reduce_bucket_size"] == "auto → advanced.bucket: auto (our default)"
 
 
 def test_what_is_left_out_takes_deepspeed_s_default_where_the_run_is_silent(tmp_path: Path) -> None:
@@ -350,7 +350,7 @@ def test_a_conflict_names_both(tmp_path: Path, given: Any, run: dict[str, Any], 
 
 
 def test_equal_values_do_not_conflict(tmp_path: Path) -> None:
-    run = {"train": {"max_grad_norm": "0.5", "learning_rate": "1e-4"}, "parallel": {"bucket": "4MB"}}
+    run = {"train": {"max_grad_norm": "0.5", "learning_rate": "1e-4"}, "advanced": {"bucket": "4MB"}}
     ds = config(
         gradient_clipping=0.5,
         optimizer__type="AdamW",
@@ -439,7 +439,7 @@ def test_what_depends_on_the_stage_waits_for_it(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("with_run", [True, False])
 def test_the_equivalent_run_says_the_same(tmp_path: Path, with_run: bool) -> None:
-    """What is printed for a config loads by itself, without the config, into the same run."""
+    """What is printed for a config loads into the same run; it names the config only for the scheduler."""
     run_file = tmp_path / "run.yaml"
     train = {"batch_size": 8, "micro_batch_size": 2, "learning_rate": 1e-4}
     run_file.write_text(yaml.safe_dump(RUN | {"ranks": 2, "train": train}))
@@ -448,13 +448,25 @@ def test_the_equivalent_run_says_the_same(tmp_path: Path, with_run: bool) -> Non
         assert f"#   {key}: " in text
     printed = tmp_path / "printed.yaml"
     printed.write_text(text)
-    mine = load_run(printed).run
-    assert mine.parallel.deepspeed is None and mine.parallel.zero == 3 and mine.offload.optimizer == "cpu"
+    loaded = load_run(printed)
+    mine = loaded.run
+    assert mine.parallel.zero == 3 and mine.offload.optimizer == "cpu" and loaded.notes == ()
     if with_run:
-        theirs = load_run(run_file, [f"parallel.deepspeed={EXAMPLE}"]).run
-        values = theirs.model_dump()
-        values["parallel"]["deepspeed"] = None
-        assert mine.model_dump() == values
+        assert mine == load_run(run_file, [f"parallel.deepspeed={EXAMPLE}"]).run
+
+    alone = tmp_path / "ds_config.json"
+    given = {
+        key: value for key, value in json.loads(EXAMPLE.read_text()).items() if key not in ("scheduler", "csv_monitor")
+    }
+    alone.write_text(json.dumps(given | {"fp16": {"enabled": True}, "bf16": {"enabled": False}}))
+    printed.write_text(from_deepspeed(alone, run_file if with_run else None, [] if with_run else ["ranks=2"]))
+    loaded = load_run(printed)
+    assert loaded.run.parallel.deepspeed is None and loaded.notes == ()
+    assert loaded.run.loss_scale.hysteresis == 2 and "advanced:" in printed.read_text()
+    if with_run:
+        theirs = load_run(run_file, [f"parallel.deepspeed={alone}"]).run
+        parallel = theirs.parallel.model_copy(update={"deepspeed": None})
+        assert loaded.run == theirs.model_copy(update={"parallel": parallel})
 
 
 @pytest.mark.parametrize(("text", "message"), [

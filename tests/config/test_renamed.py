@@ -15,6 +15,7 @@ from support.tiny import LLAMA, saved_model, tiny_run
 from shardwise.checkpoint.integrity import MANIFEST, digest_file, read_manifest, write_manifest
 from shardwise.cli.renamed import RENAMED_OPTIONS
 from shardwise.config import Run, load_run
+from shardwise.config.advanced import ADVANCED, FORMER_PLACES, as_written
 from shardwise.config.explain import _keys_at
 from shardwise.config.methods import METHODS
 from shardwise.config.objectives import OBJECTIVES
@@ -58,26 +59,69 @@ EXAMPLES: dict[str, tuple[Any, dict[str, Any]]] = {
     "checkpoint.background": (False, {}),
     "guard.most": (3, {}),
     "log.samples.tokens": (8, {"log.samples.prompts": "Hello"}),
+    "train.decay_norms": (True, {}),
+    "train.master_weights": ("split", {}),
+    "train.optimizer_state": ("bf16", {}),
+    "parallel.bucket": ("200MB", {}),
+    "parallel.prefetch": (2, {}),
+    "parallel.error_feedback": (False, {"parallel.quantize_gradients": True}),
+    "parallel.virtual_stages": (3, {"parallel.pipeline": 2, "parallel.pipeline_schedule": "interleaved"}),
+    "backend": ("gloo", {}),
+    "checkpoint.async_save": (False, {}),
+    "loss_scale.initial": (4, {}),
+    "loss_scale.growth_interval": (7, {}),
+    "loss_scale.hysteresis": (2, {}),
+    "loss_scale.consecutive_hysteresis": (True, {}),
+    "loss_scale.minimum": (2, {}),
+    "recompute_blocks": (2, {"recompute": "full"}),
+    "recompute_group": (2, {"recompute": "full"}),
+    "recompute_attention": (False, {"recompute": "full"}),
+    "offload.activation_blocks": (2, {"offload.activations": "cpu"}),
+    "tiled_mlp": (64, {}),
+    "attention": ("plain", {}),
+    "experts": ("plain", {}),
+    "loss": ("plain", {}),
+    "fp8.min_features": (64, {"fp8.recipe": "rowwise"}),
+    "fp8.use_fast_accum": (True, {"fp8.recipe": "rowwise"}),
+    "fp8.gather": ("bf16", {"fp8.recipe": "tensorwise"}),
+    "data.packing_window": (100, {}),
+    "data.workers": (2, {}),
+    "data.refine.similarity": (0.9, {"data.refine.duplicates": "near"}),
+    "method.feedforward_modules": (["down_proj"], {"method.type": "ia3"}),
+    "method.double_quant": (False, {"method.type": "qlora"}),
+    "guard.window": (7, {}),
+    "guard.max_recoveries": (3, {}),
+    "router.balance": ("micro_batch", {}),
+    "export.shard_size": ("2GiB", {}),
+    "export.check": (False, {}),
+    "log.breakdown": (True, {}),
+    "log.comms": (True, {}),
+    "log.profile": ([1, 3], {}),
+    "diloco.connect_timeout": ("5min", {"diloco.server": "10.0.0.1:29400"}),
 }
 
 BACK = {new: old for old, new in RENAMED.items()}
+PLACES = {place: path for path, place in ADVANCED.items()}
 
 
 def written(folder: Path, settings: dict[str, Any]) -> Path:
     values: dict[str, Any] = {"model": "m", "data": {"train": "chat.jsonl"}}
     for path, value in settings.items():
         place(values, path, value)
-    return cli.write_run(folder, values)
+    folder.mkdir(exist_ok=True)
+    (folder / "run.yaml").write_text(yaml.safe_dump(values))
+    return folder / "run.yaml"
 
 
 def renamed(settings: dict[str, Any]) -> dict[str, Any]:
-    return {RENAMED.get(path, path): value for path, value in settings.items()}
+    return {FORMER_PLACES.get(path, path): value for path, value in settings.items()}
 
 
 def test_the_table_names_settings_that_exist() -> None:
-    assert set(EXAMPLES) == set(RENAMED)
+    assert set(EXAMPLES) == set(FORMER_PLACES)
     kinds = {"method": METHODS, "objective": OBJECTIVES}
-    for old, new in RENAMED.items():
+    assert not set(ADVANCED) & set(RENAMED)
+    for old, new in [*RENAMED.items(), *((new, inside) for inside, new in ADVANCED.items())]:
         *section, leaf = new.split(".")
         known = [key for kind in kinds.get(section[0], {}).values() for key in kind.model_fields] if section else []
         known = known or _keys_at(tuple(section))
@@ -86,30 +130,31 @@ def test_the_table_names_settings_that_exist() -> None:
 
 def test_the_docs_list_them() -> None:
     page = (Path(__file__).parents[2] / "docs/renamed.md").read_text()
-    assert all(f"| `{old}` | `{new}` | " in page for old, new in RENAMED.items())
+    assert all(f"| `{old}` | `{new}` | " in page for old, new in FORMER_PLACES.items())
 
 
 @pytest.mark.parametrize("old", EXAMPLES)
 def test_an_old_name_gives_the_same_run_with_a_note(old: str, tmp_path: Path) -> None:
     value, company = EXAMPLES[old]
-    new = RENAMED[old]
+    new = FORMER_PLACES[old]
     wanted = load_run(written(tmp_path / "new", renamed({**company, old: value})))
     loaded = load_run(written(tmp_path / "old", {**company, old: value}))
     assert loaded.run == wanted.run != load_run(written(tmp_path / "plain", renamed(company) or {"ranks": 1})).run
     note = f"{old} is now {new}; the old name works until the next release (run.yaml:"
     assert sum(one.startswith(note) for one in loaded.notes) == 1 and wanted.notes == ()
-    assert loaded.origin_of(new).startswith("run.yaml:") and old not in loaded.origin
+    inside = PLACES.get(new, new)
+    assert loaded.origin_of(inside).startswith("run.yaml:") and (old == inside or old not in loaded.origin)
 
     raw = yaml.safe_dump(value, default_flow_style=True).strip().removesuffix("...").strip()
     overridden = load_run(written(tmp_path / "override", renamed(company)), [f"{old}={raw}"])
-    assert overridden.run == wanted.run and overridden.origin_of(new) == "command line"
+    assert overridden.run == wanted.run and overridden.origin_of(inside) == "command line"
     assert overridden.notes == (f"{old} is now {new}; the old name works until the next release (command line)",)
 
 
 @pytest.mark.parametrize("old", EXAMPLES)
 def test_both_names_at_once_are_refused(old: str, tmp_path: Path) -> None:
     value, company = EXAMPLES[old]
-    new = RENAMED[old]
+    new = FORMER_PLACES[old]
     both = {**company, old: value, new: value}
     with pytest.raises(UserError, match=f"is the old name of {new}, which is given too"):
         load_run(written(tmp_path, both))
@@ -133,7 +178,7 @@ def test_a_section_override_and_the_line_of_a_mistake(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("wrong", "meant"), [("clip: 1", "train.max_grad_norm"), ("masters: fp32",
-                         "train.master_weights"), ("train: {secondary_shard: 2}", "parallel.hpz_size")])  # fmt: skip
+                         "advanced.master_weights"), ("train: {secondary_shard: 2}", "parallel.hpz_size")])  # fmt: skip
 def test_an_old_name_in_the_wrong_section_is_told_the_new_one(wrong: str, meant: str, tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text(f"model: m\ndata: {{train: x}}\n{wrong}\n")
@@ -251,3 +296,52 @@ def test_a_run_of_the_previous_version_resumes(tmp_path: Path) -> None:
     code, out, err = cli.train(file)
     assert code == 0, out + err
     assert cli.losses(tmp_path / "out") == cli.losses(tmp_path / "whole")
+
+
+def test_advanced_beside_short_forms_and_empty_sections(tmp_path: Path) -> None:
+    text = "model: m\ndata: {train: x}\nmethod: qlora\nfp8: rowwise\ntrain:\nadvanced:\n  backend: gloo\n  log:\n"
+    text += "  decay_norms: true\n  fp8: {min_features: 16}\n  method: {double_quant: false}\n"
+    (tmp_path / "run.yaml").write_text(text)
+    loaded = load_run(tmp_path / "run.yaml", ["diloco=h:1", "advanced.diloco.connect_timeout=5min"])
+    run = loaded.run
+    assert loaded.notes == () and loaded.origin_of("method.double_quant") == "run.yaml:11"
+    assert (run.method.type, run.method.double_quant) == ("qlora", False)
+    assert (run.fp8.recipe, run.fp8.min_features, run.train.decay_norms, run.backend) == ("rowwise", 16, True, "gloo")
+    assert run.diloco is not None and (run.diloco.server, run.diloco.connect_timeout) == ("h:1", 300)
+    with pytest.raises(UserError, match="the planner chooses all of it, but bucket is given too"):
+        load_run({"model": "m", "data": {"train": "x"}, "parallel": "auto", "advanced": {"bucket": "1MB"}})
+    with pytest.raises(UserError, match=r"train = 5: expected a section"):
+        load_run({"model": "m", "data": {"train": "x"}, "train": 5, "advanced": {"decay_norms": True}})
+
+
+def test_a_section_override_in_the_old_place(tmp_path: Path) -> None:
+    file = written(tmp_path, {"advanced.bucket": "1MB", "parallel.zero": 1})
+    loaded = load_run(file, ["parallel={zero: 3, bucket: 2MB}", "advanced={prefetch: 2}"])
+    assert (loaded.run.parallel.zero, loaded.run.parallel.prefetch, loaded.run.parallel.bucket) == (3, 2, "auto")
+    loaded = load_run(file, ["advanced={prefetch: 2}", "parallel={zero: 3, bucket: 2MB}"])
+    assert (loaded.run.parallel.prefetch, loaded.run.parallel.bucket) == (2, 2_000_000)
+    assert len(loaded.notes) == 1 and load_run(loaded.run).run == loaded.run
+    with pytest.raises(UserError, match=r"method\.double_quant: is the old name of advanced\.method\.double_quant"):
+        load_run(written(tmp_path, {"method": {"type": "qlora", "double": True, "double_quant": True}}))
+
+
+def test_what_is_dropped_or_left_to_deepspeed(tmp_path: Path) -> None:
+    schedule = {"type": "OneCycle", "cycle_min_lr": 1e-5}
+    given = {"log.refresh": "500ms", "log.csv": "figures", "train.schedule": schedule}
+    loaded = load_run(written(tmp_path, given))
+    assert loaded.run.log.csv == "figures" and loaded.run.train.schedule.type == "OneCycle"
+    assert [note.partition(" ")[0] for note in loaded.notes] == ["log.refresh", "log.csv", "train.schedule"]
+    assert all("until the next release (run.yaml:" in note for note in loaded.notes)
+    assert load_run(loaded.run).notes == ()
+
+
+def test_settings_saved_before_advanced(tmp_path: Path) -> None:
+    """Runs save settings where Run has them, as before; what is gone is left out."""
+    run = load_run(written(tmp_path, {"advanced.bucket": "1MB", "advanced.memory.tiled_mlp": 64})).run
+    values = json.loads(run.model_dump_json())
+    assert values["parallel"]["bucket"] == 1_000_000 and values["tiled_mlp"] == 64 and "advanced" not in values
+    values["log"]["refresh"] = 0.2
+    (tmp_path / "run.json").write_text(json.dumps(values))
+    assert Run.model_validate(read_saved(tmp_path / "run.json")) == run
+    assert changed_settings(tmp_path, run.model_copy(update={"tiled_mlp": 32})) == ["advanced.memory.tiled_mlp 64 → 32"]
+    assert load_run(as_written(run.model_dump())).run == run

@@ -84,7 +84,9 @@ def test_gpu_answers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_was_given_needs_no_reason() -> None:
-    result = resolve_machine(run("device=cpu", "ranks=2", "backend=gloo", "precision=bf16", "train.micro_batch_size=4"))
+    result = resolve_machine(
+        run("device=cpu", "ranks=2", "advanced.backend=gloo", "precision=bf16", "train.micro_batch_size=4")
+    )
     assert result.reasons == {} and result.run.precision == "bf16" and result.run.train.micro_batch_size == 4
 
 
@@ -113,7 +115,7 @@ def test_auto_micro_batch_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     ("overrides", "field", "value", "problem", "remedy"),
     [
         (["device=cuda"], "device", "cuda", "no CUDA device", "device: cpu"),
-        (["backend=nccl"], "backend", "nccl", "CUDA devices only", "backend: gloo"),
+        (["advanced.backend=nccl"], "advanced.backend", "nccl", "CUDA devices only", "backend: gloo"),
         (["parallel.zero=0", "parallel.dp_shard_size=2", "ranks=2"], SHARD, 2, "stage 0", "1, 2 or 3"),
         (["parallel.dp_shard_size=3", "ranks=4"], SHARD, 3, "does not divide the 4 ranks", "[1, 2, 4]"),
         (["parallel.dp_shard_size=8", "ranks=4"], SHARD, 8, "does not divide the 4 ranks", "[1, 2, 4]"),
@@ -121,9 +123,9 @@ def test_auto_micro_batch_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         (["train.batch_size=2", "ranks=4"], "train.batch_size", 2, "among 4 ranks", "use 4"),
         (["train.micro_batch_size=3", "ranks=2"], "train.micro_batch_size", 3, "16 sequences", "[1, 2, 4, 8, 16]"),
         (["train.micro_batch_size=64"], "train.micro_batch_size", 64, "32 sequences per rank", "[1, 2, 4, 8, 16, 32]"),
-        (["train.optimizer=muon", "train.optimizer_state=bf16"], "train.optimizer_state", "bf16", "muon", "lion"),
-        (["train.optimizer=sgd", "train.betas=[0, 0.9]", "train.optimizer_state=bf16"], "train.optimizer_state", "bf16",
-         "has no state", "leave it out"),
+        (["train.optimizer=muon", "advanced.optimizer_state=bf16"], "advanced.optimizer_state", "bf16", "muon", "lion"),
+        (["train.optimizer=sgd", "train.betas=[0, 0.9]", "advanced.optimizer_state=bf16"], "advanced.optimizer_state",
+         "bf16", "has no state", "leave it out"),
         (["train.optimizer=adafactor", "train.betas=[0.9, 0.99]"], "train.betas", [0.9, 0.99], "of its own", "leave"),
     ],
 )  # fmt: skip
@@ -137,9 +139,9 @@ def test_more_ranks_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     _gpus(monkeypatch, 2)
     error = refused("ranks=4")
     assert (error.field, error.value) == ("ranks", 4) and "backend: gloo" in error.remedy
-    error = refused("ranks=4", "backend=nccl")
+    error = refused("ranks=4", "advanced.backend=nccl")
     assert "one rank per GPU" in error.problem and error.remedy == "use ranks: 2"
-    assert resolve_machine(run("ranks=4", "backend=gloo")).run.ranks == 4
+    assert resolve_machine(run("ranks=4", "advanced.backend=gloo")).run.ranks == 4
 
 
 # --- torchrun and other launchers --------------------------------------------------------------------------------

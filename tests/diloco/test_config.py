@@ -13,13 +13,14 @@ from shardwise.core.errors import UserError
 from shardwise.diloco.worker import name_of, token_of
 
 
-def run_with(diloco: Any) -> Any:
-    return load_run({"model": "m", "data": {"train": "x"}, "diloco": diloco}).run
+def run_with(diloco: Any, **advanced: Any) -> Any:
+    run = {"model": "m", "data": {"train": "x"}, "diloco": diloco, "advanced": {"diloco": advanced}}
+    return load_run(run).run
 
 
 def test_short_and_long() -> None:
     assert run_with("10.0.0.1:29400").diloco == DiLoCo(server="10.0.0.1:29400")
-    settings = run_with({"server": "[::1]:9", "sync_every": "20", "connect_timeout": "5min"}).diloco
+    settings = run_with({"server": "[::1]:9", "sync_every": "20"}, connect_timeout="5min").diloco
     assert (settings.sync_every, settings.connect_timeout, split_address(settings.server)) == (20, 300.0, ("::1", 9))
     assert load_run({"model": "m", "data": {"train": "x"}}).run.diloco is None
 
@@ -30,11 +31,13 @@ def test_no_address(address: str) -> None:
         run_with(address)
 
 
-@pytest.mark.parametrize("wrong", [{"sync_every": 0}, {"connect_timeout": 0}, {"name": ""}, {"outer": "sgd"}])
+@pytest.mark.parametrize("wrong", [{"sync_every": 0}, {"name": ""}, {"outer": "sgd"}])
 def test_mistakes_name_their_field(wrong: dict[str, Any]) -> None:
     with pytest.raises(UserError) as told:
         run_with({"server": "a:1"} | wrong)
     assert told.value.field.startswith(f"diloco.{next(iter(wrong))}")
+    with pytest.raises(UserError, match=r"advanced\.diloco\.connect_timeout = 0: expected a number that is above 0"):
+        run_with("a:1", connect_timeout=0)
 
 
 def test_names_and_tokens(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -96,7 +96,7 @@ def test_a_worker_says_what_it_waits_for(monkeypatch: pytest.MonkeyPatch) -> Non
     with pytest.raises(RunFailed, match="could not be reached for 60 s"):
         Client("nod-1.invalid", 29400, "one", None, 60.0, told.append).join(PLAN, {}, "")
     assert len(told) == 3 and "diloco.server: nobody answers at nod-1.invalid:29400 (" in told[0]
-    assert "giving up after 1min (diloco.connect_timeout)" in told[0]
+    assert "giving up after 1min (advanced.diloco.connect_timeout)" in told[0]
 
 
 @pytest.mark.parametrize("words, said", [

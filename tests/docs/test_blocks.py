@@ -72,8 +72,8 @@ def take_yaml(block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.chdir(tmp_path)
     (tmp_path / "ds_config.json").write_text('{"train_batch_size": 8, "zero_optimization": {"stage": 2}}')
     for values in alternatives(textwrap.dedent(block.text)):
-        if set(values) <= set(Run.model_fields):
-            load_run(merged(BASE, values))
+        if set(values) <= {*Run.model_fields, "advanced"}:
+            assert load_run(merged(BASE, values)).notes == ()  # no old names or places
         elif set(values) <= {"devices", "nodes", "links", "networks"}:
             from shardwise.core.hardware.specs import device_names, find_device
 
@@ -185,7 +185,7 @@ def test_every_setting_of_guard_is_told() -> None:
 
     page = (ROOT / "docs/survive.md").read_text().partition("## Numbers gone wrong")[2].partition("\n## ")[0]
     for name in Guard.model_fields:
-        assert re.search(rf"^  {name}: \S+ +# ", page, re.M), name
+        assert re.search(rf"^ +{name}: \S+ +# ", page, re.M), name
     for choice in ("stop", "skip", "back"):
         assert f"| `{choice}` |" in page and f"{choice} = " in str(Guard.model_fields["nan"].description)
     said = " ".join(str(field.description) for field in Guard.model_fields.values())

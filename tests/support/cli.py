@@ -17,14 +17,15 @@ from typing import Any
 import psutil
 import yaml
 
+from shardwise.config.advanced import as_written
 from support.ranks import forking
 
 
 def write_run(folder: Path, run: dict[str, Any]) -> Path:
-    """RUN.yaml in a folder."""
+    """RUN.yaml in a folder; `run` has settings by their paths in Run."""
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / "run.yaml"
-    file.write_text(yaml.safe_dump(run))
+    file.write_text(yaml.safe_dump(as_written(run)))
     return file
 
 

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from shardwise.config.advanced import as_written
 from shardwise.config.objectives import Task
 
 CHATML = (
@@ -96,7 +97,7 @@ def rows_of_pairs(folder: Path) -> None:
 
 
 def tiny_run(tmp: Path, model: Any = None, **changes: Any) -> dict[str, Any]:
-    """A run of a few seconds: 20 steps of 12 packed sequences; `changes` are dotted paths with __ for dots."""
+    """A run of a few seconds: 20 steps of 12 packed sequences; `changes` are paths in Run with __ for dots."""
     run: dict[str, Any] = {
         "model": model or {"config": LLAMA, "tokenizer": tokenizer_folder(tmp / "tokenizer")},
         "data": {"train": str(PAIRS), "sequence_length": 192},
@@ -114,7 +115,7 @@ def tiny_run(tmp: Path, model: Any = None, **changes: Any) -> dict[str, Any]:
         "checkpoint": {"every": None},
         "output": str(tmp / "out"),
     }
-    return changed(run, changes)
+    return as_written(changed(run, changes))
 
 
 def changed(run: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:

@@ -193,9 +193,9 @@ def test_a_leap_of_the_loss(folder: Path, how: str) -> None:
 
 def test_too_often(folder: Path) -> None:
     file, _ = a_run(folder, "often")
-    settings = ("guard.nan=skip", "guard.max_recoveries=0")
+    settings = ("guard.nan=skip", "advanced.guard.max_recoveries=0")
     code, _, err = cli.train(file, *settings, env=faults.environment(folder / "too-often", "nan", "all", 3))
-    assert code == 1 and "(guard.max_recoveries)" in err and "starting again" not in err
+    assert code == 1 and "(advanced.guard.max_recoveries)" in err and "starting again" not in err
 
 
 def test_a_flipped_bit_is_found_and_named(folder: Path) -> None:

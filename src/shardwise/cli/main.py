@@ -76,7 +76,7 @@ def train(
         need_server()
     loud = main_rank and not quiet
     say = _say if loud else (lambda _: None)
-    profile_override = [f"log.profile=[{profile}]"] if profile else []
+    profile_override = [f"advanced.log.profile=[{profile}]"] if profile else []
     trainer = Trainer(run_file, *(overrides or ()), *profile_override, force=force)
     resolved = trainer.prepare(say)
     if loud:
@@ -282,6 +282,9 @@ def config(
     run_file: Annotated[Path | None, typer.Argument(metavar="RUN.yaml", help="The description of the run.")] = None,
     overrides: Overrides = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the resolved run as JSON.")] = False,
+    advanced: Annotated[
+        bool, typer.Option("--advanced", help="Show all of the section advanced, not only what is set.")
+    ] = False,
     schema: Annotated[bool, typer.Option("--schema", help="Print the JSON schema of RUN.yaml.")] = False,
     from_deepspeed: Annotated[
         Path | None, typer.Option(metavar="CONFIG.json", help="Print a DeepSpeed config as the equivalent RUN.yaml.")
@@ -291,14 +294,15 @@ def config(
     ] = False,
 ) -> None:
     """Show the resolved run: every value, and where it came from."""
+    from shardwise.config.advanced import as_written
+    from shardwise.config.json_schema import json_schema
     from shardwise.config.load import load_run
-    from shardwise.config.schema import Run
 
     if combinations:
         _print_combinations(as_json)
         return
     if schema:
-        print(json.dumps(Run.model_json_schema(), indent=1))
+        print(json.dumps(json_schema(), indent=1))
         return
     if from_deepspeed is not None:
         from shardwise.config.load import from_deepspeed as equivalent
@@ -317,11 +321,11 @@ def config(
     result = resolve_machine(loaded.run)
     if as_json:
         loaded.print_notes()
-        print(result.run.model_dump_json(indent=1))
+        print(json.dumps(as_written(result.run.model_dump(mode="json")), indent=1, ensure_ascii=False))
         return
     from shardwise.train.describe import print_config
 
-    print_config(result, loaded)
+    print_config(result, loaded, advanced)
 
 
 def _print_combinations(machine: bool) -> None:

@@ -9,6 +9,7 @@ from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
+from shardwise.config.advanced import DEEPSPEED_ONLY, INSIDE, SECTIONS, written
 from shardwise.config.methods import METHODS
 from shardwise.config.objectives import OBJECTIVES
 from shardwise.config.renamed import RENAMED
@@ -124,10 +125,10 @@ def _explain_one(first: Any, details: list[Any], origin: dict[str, str], base: s
     where = _where(path, origin, base)
     value, kind = first["input"], first["type"]
     if kind == "extra_forbidden":
-        return UserError(path, value, f"unknown key {where}{more}", _nearest(first["loc"]))
+        return UserError(written(path), value, f"unknown key {where}{more}", _nearest(first["loc"]))
     if kind == "missing" and isinstance(first["loc"][-1], int):  # a tuple that is too short
         path = path.rpartition(".")[0]
-        return UserError(path, value, f"has too few values {where}{more}", _remedy(path, []))
+        return UserError(written(path), value, f"has too few values {where}{more}", _remedy(path, []))
     if kind == "missing":
         remedy = _EXAMPLES.get(path, f"add {path}: …")
         return UserError(path, None, f"is required, but {base} does not set it{more}", remedy)
@@ -139,7 +140,23 @@ def _explain_one(first: Any, details: list[Any], origin: dict[str, str], base: s
     displayed = list(value) if isinstance(value, tuple) else value
     if isinstance(value, (dict, BaseModel)):
         displayed = None
-    return UserError(path or base, displayed, f"{_problem(same)} {where}{more}", _remedy(path, same))
+    return UserError(written(path) or base, displayed, f"{_problem(same)} {where}{more}", _remedy(path, same))
+
+
+def unknown_advanced(path: str, value: Any, origin: dict[str, str], base: str) -> UserError:
+    """The mistake of something below `advanced` that is no setting there."""
+    where = _where(path, origin, base)
+    section = path if path in SECTIONS else path.rpartition(".")[0]
+    below = [place.removeprefix(f"{section}.") for place in [*SECTIONS, *INSIDE] if place.startswith(f"{section}.")]
+    known = list(dict.fromkeys(name.partition(".")[0] for name in below))
+    if path in SECTIONS:
+        problem = f"expected a section with settings of its own {where}"
+        return UserError(path, value, problem, f"{path} takes {', '.join(known)}")
+    key = path.rpartition(".")[2]
+    places = _leaves() | {place.rpartition(".")[2]: place for place in INSIDE}
+    near = difflib.get_close_matches(key, list(places), n=1, cutoff=0.6)
+    remedy = f"did you mean {places[near[0]]}?" if near else f"known here: {', '.join(known)}"
+    return UserError(path, value, f"unknown key {where}", remedy)
 
 
 def _unknown_kind(path: str, section: str, value: Any, where: str) -> UserError:
@@ -173,7 +190,7 @@ def _clash(clash: Clash, path: str, settings: Any, origin: dict[str, str], base:
     for part in clash.key.split("."):
         value = value.get(part) if isinstance(value, dict) else None
     displayed = None if isinstance(value, dict) else value
-    return UserError(field, displayed, f"{clash.problem} {_where(field, origin, base)}{more}", clash.remedy)
+    return UserError(written(field), displayed, f"{clash.problem} {_where(field, origin, base)}{more}", clash.remedy)
 
 
 def _priority(detail: Any) -> tuple[int, int]:
@@ -239,11 +256,13 @@ def _remedy(path: str, details: list[Any]) -> str:
             return f"did you mean {suggestion}?"
         return f"use {allowed}" if allowed.count("'") == 2 else f"use one of {allowed}"
     if any(d["type"] in _SECTION_EXPECTED for d in details):
-        keys = ", ".join(_keys_at(tuple(path.split("."))))
+        keys = ", ".join(_known_at(tuple(path.split("."))))
         return f"{_EXAMPLES[path]} (settings: {keys})" if path in _EXAMPLES else f"{path} takes {keys}"
     along = _fields_along(details[0]["loc"] if details else tuple(path.split(".")))
     description = next((str(f.description) for f in reversed(along) if f.description), None)
-    return f"{path}: {description}" if description else "see `shardwise config --schema` for what is allowed here"
+    if description is None:
+        return "see `shardwise config --schema` for what is allowed here"
+    return f"{written(path)}: {description}"
 
 
 def _meant(value: Any, choices: list[str]) -> str | None:
@@ -267,7 +286,7 @@ def _nearest(loc: tuple[int | str, ...]) -> str:
     """Suggestion for an unknown key: the same name elsewhere, else the closest here, else the closest elsewhere."""
     key = str(loc[-1])
     section = _field_path(loc[:-1])
-    known = _keys_at(loc[:-1])
+    known = _known_at(loc[:-1])
     if others := [kind for kind, fields in _KINDS.get(section, {}).items() if key in fields.model_fields]:
         return f"{key} is a setting of {' and '.join(others)}; {loc[-2]} takes {', '.join(known)}"
     leaves = _ELSEWHERE if section in _KINDS else _old_leaves() | _leaves() | _ELSEWHERE
@@ -288,12 +307,13 @@ def _leaves() -> dict[str, str]:
         for name, info in Run.model_fields.items()
         for key in getattr(_section_in(info.annotation), "model_fields", {})
     ]
-    return {path.rpartition(".")[2]: path for path in reversed([*Run.model_fields, *paths])}
+    places = [written(path) for path in reversed([*Run.model_fields, *paths]) if path not in DEEPSPEED_ONLY]
+    return {place.rpartition(".")[2]: place for place in [*INSIDE, *places]}
 
 
 def _old_leaves() -> dict[str, str]:
     """Old names of renamed settings, for those who write them in another section."""
-    return {old.rpartition(".")[2]: new for old, new in RENAMED.items()}
+    return {old.rpartition(".")[2]: written(new) for old, new in RENAMED.items()}
 
 
 def _fields_along(loc: tuple[int | str, ...]) -> list[Any]:
@@ -325,6 +345,14 @@ def _keys_at(loc: tuple[int | str, ...]) -> list[str]:
         elif part in _ALTERNATIVES:  # pydantic names the one it took
             section = _ALTERNATIVES[str(part)]
     return list(section.model_fields)
+
+
+def _known_at(loc: tuple[int | str, ...]) -> list[str]:
+    """What RUN.yaml may have in a section: not what it has below `advanced`."""
+    section = _field_path(loc)
+    paths = {key: f"{section}.{key}" if section else key for key in _keys_at(loc)}
+    known = [key for key, path in paths.items() if written(path) == path and path not in DEEPSPEED_ONLY]
+    return known if section else [*known, "advanced"]
 
 
 def _field_path(loc: tuple[int | str, ...]) -> str:

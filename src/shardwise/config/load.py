@@ -17,8 +17,16 @@ from typing import TYPE_CHECKING, Any
 import yaml
 from pydantic import ValidationError
 
-from shardwise.config.explain import explain, near_file, section_names, takes_text
-from shardwise.config.renamed import both_given, new_path, rename, rename_override
+from shardwise.config.advanced import (
+    DEEPSPEED_ONLY,
+    FORMER_PLACES,
+    as_written,
+    is_deepspeed_only,
+    move_inside,
+)
+from shardwise.config.explain import explain, near_file, section_names, takes_text, unknown_advanced
+from shardwise.config.paths import ABSENT, find
+from shardwise.config.renamed import both_given, drop, new_path, rename, rename_override
 from shardwise.config.schema import Run
 from shardwise.core.bounded_yaml import BoundedLoader
 from shardwise.core.errors import UserError
@@ -68,9 +76,10 @@ def load_run(source: str | Path | dict[str, Any] | Run, overrides: list[str] | t
 def read_values(
     source: str | Path | dict[str, Any] | Run, overrides: list[str] | tuple[str, ...] = ()
 ) -> tuple[dict[str, Any], dict[str, str], str, tuple[str, ...]]:
-    """Values of file and overrides before validation, the origin of each, a name for the source, notes on old names."""
+    """Run's values of file and overrides before validation, the origin of each, a name for the source, and notes."""
+    by_hand = not isinstance(source, Run)
     if isinstance(source, Run):
-        source = source.model_dump(exclude_unset=True)
+        source = as_written(source.model_dump(exclude_unset=True))
     origin: dict[str, str] = {}
     if isinstance(source, dict):
         values = _plain(source)
@@ -79,7 +88,7 @@ def read_values(
     else:
         values = _read_yaml(Path(source), origin)
         base = str(source)
-    notes = rename(values, origin)
+    notes = rename(values, origin, FORMER_PLACES)
     if isinstance(values.get("model"), str):
         values["model"] = {"name": values["model"]}
         origin["model.name"] = origin.get("model", "given")
@@ -89,7 +98,19 @@ def read_values(
     for name in section_names():  # a section with every line commented out is null: its defaults are meant
         if name in values and values[name] is None:
             del values[name]
+    notes += drop(values, origin)
+    for path, value in move_inside(values, origin).items():
+        raise unknown_advanced(path, value, origin, base)
+    if by_hand and find(values, "parallel.deepspeed") in (ABSENT, None, ""):
+        notes += [_deepspeed_note(path, origin) for path in DEEPSPEED_ONLY if is_deepspeed_only(values, path)]
     return values, origin, base, tuple(dict.fromkeys(notes))
+
+
+def _deepspeed_note(path: str, origin: dict[str, str]) -> str:
+    name = path.rstrip(".")
+    where = f" ({origin[name]})" if name in origin else ""
+    what = name if name == path else f"{name} with settings of its own"
+    return f"{what} is left to DeepSpeed configs (parallel.deepspeed); here it works until the next release{where}"
 
 
 def _merge_deepspeed(values: dict[str, Any], origin: dict[str, str]) -> tuple[KeyAccount, ...]:
@@ -110,7 +131,7 @@ def from_deepspeed(file: Path, source: Path | None = None, overrides: list[str] 
 
     values, _, _, _ = read_values({} if source is None else source, overrides)
     translation = translate(read_config(file), ranks=expected_ranks(values), run=values, file=file.name)
-    text = as_yaml(translation, values, file.name)
+    text = as_yaml(translation, values, str(file))
     load_run(yaml.load(text, _Loader))
     return text
 
@@ -223,11 +244,10 @@ def _override(values: dict[str, Any], text: str, origin: dict[str, str], spelled
     """Applies one override; returns the notes on old names."""
     written, sign, raw = text.partition("=")
     written = written.strip()
-    key = new_path(written)
+    key = new_path(written, FORMER_PLACES)
     if spelled.setdefault(key, written) != written:
         raise both_given(written if written != key else spelled[key], key, "command line")
-    *parents, leaf = key.split(".")
-    if not sign or not all([*parents, leaf]):
+    if not sign or not all(key.split(".")):
         raise UserError("override", text, "is not of the form key.path=value", "write e.g. train.learning_rate=1e-4")
     if not raw.strip() and takes_text(key):
         problem = "is given no value (on the command line; an unset variable?)"
@@ -236,7 +256,15 @@ def _override(values: dict[str, Any], text: str, origin: dict[str, str], spelled
         value = yaml.load(raw, _Loader) if raw.strip() else None
     except (yaml.YAMLError, ValueError):
         value = raw
-    value, notes = rename_override(written, value)
+    settings, notes = rename_override(written, value, FORMER_PLACES)
+    for path, item in settings:
+        _assign(values, path, item, raw, origin)
+    return notes
+
+
+def _assign(values: dict[str, Any], key: str, value: Any, raw: str, origin: dict[str, str]) -> None:
+    """Sets what an override gives; `raw`: as it was written."""
+    *parents, leaf = key.split(".")
     place: Any = values
     for depth, part in enumerate(parents):
         place = _step_into(place, part, parents[:depth], key, raw)
@@ -249,7 +277,6 @@ def _override(values: dict[str, Any], text: str, origin: dict[str, str], spelled
     origin[key] = "command line"
     if isinstance(value, dict):
         _note(value, key, "command line", origin)
-    return notes
 
 
 def _step_into(place: Any, part: str, above: list[str], key: str, raw: str) -> Any:

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import BeforeValidator, Field
 
 from shardwise.config.section import Section
-from shardwise.config.units import Count, Duration, Whole
+from shardwise.config.units import Count, Whole
 
 Tracker = Literal["tensorboard", "wandb", "trackio", "mlflow"]
 TRACKERS: tuple[str, ...] = get_args(Tracker)
@@ -34,7 +34,6 @@ class Log(Section):
     """What is logged during training."""
 
     every: Whole = Field(default=1, ge=1, description="steps between reports; the device is waited for only then")
-    refresh: Duration = Field(default=0.2, gt=0, description="how often the live line is redrawn, e.g. 200ms")
     breakdown: bool = Field(
         default=False, description="time in forward, backward, gather, reduce, offload and step; waits for the device"
     )

@@ -4,6 +4,25 @@ from __future__ import annotations
 
 from typing import Any
 
+ABSENT: Any = object()
+
+
+def find(values: Any, path: str) -> Any:
+    """The value at a dotted path of nested dicts, or ABSENT."""
+    for part in path.split("."):
+        if not isinstance(values, dict) or part not in values:
+            return ABSENT
+        values = values[part]
+    return values
+
+
+def remove(values: dict[str, Any], path: str) -> None:
+    """Removes the value at a dotted path, which is there."""
+    *parents, leaf = path.split(".")
+    for part in parents:
+        values = values[part]
+    del values[leaf]
+
 
 def place(values: dict[str, Any], path: str, value: Any) -> None:
     """Sets a value at a dotted path, creating the dicts on the way."""

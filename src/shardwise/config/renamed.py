@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from shardwise.config.paths import place
+from shardwise.config.paths import ABSENT, find, flatten, place, remove
 from shardwise.core.errors import UserError
 
 # Keys of a renamed section come before the section: what is left of it then moves as a whole.
@@ -48,7 +48,8 @@ RENAMED: dict[str, str] = {
     "guard.most": "guard.max_recoveries",
     "log.samples.tokens": "log.samples.max_new_tokens",
 }
-ABSENT: Any = object()
+# Settings that are gone: until the next release they are accepted, without effect, and the note says why.
+DROPPED = {"log.refresh": "the live line is redrawn every 0.2 s"}
 
 
 def note(old: str, new: str, where: str | None = None) -> str:
@@ -61,7 +62,7 @@ def new_path(path: str, table: dict[str, str] = RENAMED) -> str:
     """Today's name of a dotted path; below a renamed section too."""
     for old, new in table.items():
         if path == old or path.startswith(f"{old}."):
-            return new + path.removeprefix(old)
+            return new_path(new + path.removeprefix(old), table)
     return path
 
 
@@ -72,16 +73,21 @@ def rename(values: dict[str, Any], origin: dict[str, str] | None = None, table: 
     """
     origin = {} if origin is None else origin
     for old, new in table.items():
-        if _find(values, old) is not ABSENT and _find(values, new) is not ABSENT:
+        if find(values, old) is not ABSENT and find(values, new) is not ABSENT:
             raise both_given(old, new, origin.get(old))
-    notes = []
+    notes: list[str] = []
+    moved: list[str] = []
     for old, new in table.items():
-        value = _find(values, old)
+        value = find(values, old)
         if value is ABSENT:
             continue
-        _remove(values, old)
-        there = _find(values, new)
-        if value or there is ABSENT:  # else all of a section has moved already, key by key
+        remove(values, old)
+        there = find(values, new)
+        if there is not ABSENT and not isinstance(there, dict):  # by another old name
+            raise both_given(old, new, origin.get(old))
+        emptied = value == {} and any(one.startswith(f"{old}.") for one in moved)
+        moved.append(old)
+        if value or (there is ABSENT and not emptied):  # else all of a section has moved already, key by key
             place(values, new, value | there if isinstance(there, dict) else value)
             notes.append(note(old, new, origin.get(old)))
         for path in [path for path in origin if path == old or path.startswith(f"{old}.")]:
@@ -89,12 +95,27 @@ def rename(values: dict[str, Any], origin: dict[str, str] | None = None, table: 
     return notes
 
 
-def rename_override(path: str, value: Any) -> tuple[Any, list[str]]:
-    """The value of an override with today's names of what is below its path, and the notes on it and on the path."""
+def drop(values: dict[str, Any], origin: dict[str, str] | None = None) -> list[str]:
+    """Removes settings that are gone, in place; returns the notes."""
+    notes = []
+    for path, why in DROPPED.items():
+        if find(values, path) is not ABSENT:
+            remove(values, path)
+            where = f" ({origin[path]})" if origin and path in origin else ""
+            notes.append(f"{path} has no effect any more: {why}; it is accepted until the next release{where}")
+    return notes
+
+
+def rename_override(path: str, value: Any, table: dict[str, str] = RENAMED) -> tuple[list[tuple[str, Any]], list[str]]:
+    """The settings of an override under today's names, which may be in several sections, and the notes."""
     values: dict[str, Any] = {}
     place(values, path, value)
-    notes = rename(values, dict.fromkeys(RENAMED, "command line"))
-    return _find(values, new_path(path)), notes
+    notes = rename(values, dict.fromkeys(table, "command line"), table)
+    new = new_path(path, table)
+    main = find(values, new)
+    remove(values, new)
+    moved = [(elsewhere, item) for elsewhere, item in flatten(values) if item != {}]
+    return [(new, main), *moved], notes
 
 
 def both_given(old: str, new: str, where: str | None = None) -> UserError:
@@ -107,19 +128,5 @@ def read_saved(file: Path) -> dict[str, Any]:
     """The settings that a run saved, under today's names."""
     values: dict[str, Any] = json.loads(file.read_text())
     rename(values)
+    drop(values)
     return values
-
-
-def _find(values: Any, path: str) -> Any:
-    for part in path.split("."):
-        if not isinstance(values, dict) or part not in values:
-            return ABSENT
-        values = values[part]
-    return values
-
-
-def _remove(values: dict[str, Any], path: str) -> None:
-    *parents, leaf = path.split(".")
-    for part in parents:
-        values = values[part]
-    del values[leaf]

@@ -160,7 +160,7 @@ def _resolve_backend(result: Resolution, gpus: int, ranks: int) -> None:
                 "ranks",
                 run.ranks,
                 f"but this host has {gpus} GPUs",
-                f"use ranks: {gpus}, or backend: gloo to share GPUs (slow)",
+                f"use ranks: {gpus}, or advanced.backend: gloo to share GPUs (slow)",
             )
         result.put("backend", "nccl" if run.device == "cuda" else "gloo", f"device is {run.device}")
     elif run.backend == "nccl" and run.device == "cuda" and int(run.ranks) > gpus:
@@ -244,14 +244,17 @@ def check_parallel(run: Run, ranks: int) -> None:
         )
     if run.recompute_group > 1 and ranks > 1:
         raise UserError(
-            "recompute_group", run.recompute_group, f"is for one GPU yet, not for {ranks} ranks", "leave it out"
+            "advanced.memory.recompute_group",
+            run.recompute_group,
+            f"is for one GPU yet, not for {ranks} ranks",
+            "leave it out",
         )
     check_secondary(run.parallel, ranks)
     if run.parallel.reduce_dtype == "bf16" and spread == 1:
         raise UserError("parallel.reduce_dtype", "bf16", "gradients are added up over no ranks", "leave it out")
     if run.fp8.gather == "fp8" and shard_size(zero, shard, spread) == 1:
         raise UserError(
-            "fp8.gather", "fp8", "every rank has the weights whole: there is nothing to gather", "leave it out"
+            "advanced.fp8.gather", "fp8", "every rank has the weights whole: there is nothing to gather", "leave it out"
         )
     batch, micro = run.train.batch_size, run.train.micro_batch_size
     ranks = data_ranks(run.parallel, ranks)

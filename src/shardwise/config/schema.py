@@ -144,7 +144,7 @@ class Refine(Section):
     min_tokens: Whole = Field(default=0, ge=0, description="shorter rows are left out")
     max_tokens: Count | None = Field(default=None, description="longer rows are left out")
     duplicates: Literal["keep", "exact", "near"] = Field(
-        default="keep", description="leave out repeats, or near repeats too (MinHash, by `similarity`)"
+        default="keep", description="leave out repeats, or near repeats too (MinHash)"
     )
     similarity: Number = Field(
         default=0.8, ge=0.5, le=1, description="Jaccard similarity of word 5-grams from which rows are near repeats"
@@ -360,8 +360,8 @@ class Train(Section):
     decay_norms: bool = Field(default=False, description="apply weight_decay to norms and biases too")
     schedule: Schedule = Field(
         default="cosine",
-        description="after warm-up; wsd = warm-up, stable, then a linear decay. Or one of DeepSpeed's schedules, "
-        "whole, e.g. {type: WarmupLR, warmup_num_steps: 100}; warmup, decay and min_lr_ratio then do nothing",
+        description="after warm-up; wsd = warm-up, stable, then a linear decay. DeepSpeed's own schedules are set by "
+        "its config (parallel.deepspeed); warmup, decay and min_lr_ratio then do nothing",
     )
     warmup: Span = Field(default="3%", description="share of the run (3%), or steps (100)")
     decay: Span = Field(default="20%", description="length of the decay of wsd: share of the run (20%), or steps (100)")

@@ -83,6 +83,6 @@ def shortage(available: int, total: int) -> str:
     return (
         f"the host's memory is nearly gone: {left}; the run was ended "
         f"before the system would have killed a process\n    most is held by {largest}\n"
-        "    → fewer ranks on this host, offload less (offload.*, checkpoint.async_save: false), or a smaller "
+        "    → fewer ranks on this host, offload less (offload.*, advanced.async_save: false), or a smaller "
         "train.micro_batch_size"
     )

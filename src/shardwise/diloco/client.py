@@ -187,13 +187,14 @@ class Client:
                 if self._waiting.due("an answer"):
                     self._log(
                         f"diloco.server: nobody answers at {self.host}:{self.port} ({error or type(error).__name__}); "
-                        f"{waited:.0f} s so far, giving up after {in_words(self.patience)} (diloco.connect_timeout)"
+                        f"{waited:.0f} s so far, giving up after {in_words(self.patience)} "
+                        "(advanced.diloco.connect_timeout)"
                     )
                 if waited > self.patience:
                     raise RunFailed(
                         f"the sync server at {self.host}:{self.port} could not be reached for {self.patience:g} s "
                         f"({error or type(error).__name__})\n"
-                        "  → start it (shardwise diloco-server), or raise diloco.connect_timeout"
+                        "  → start it (shardwise diloco-server), or raise advanced.diloco.connect_timeout"
                     ) from None
                 time.sleep(pause)
                 pause = min(pause * 2, 5.0)

@@ -167,6 +167,7 @@ def _settings(run: dict[str, Any]) -> list[tuple[str, str]]:
 
     A method and an objective are shown by their type; their settings are compared with the defaults of that type.
     """
+    from shardwise.config.advanced import written
     from shardwise.config.methods import METHODS
     from shardwise.config.objectives import OBJECTIVES
     from shardwise.config.paths import flatten
@@ -180,7 +181,7 @@ def _settings(run: dict[str, Any]) -> list[tuple[str, str]]:
             default_run[section] = kinds[kind].model_construct().model_dump(mode="json")
     defaults = dict(flatten(default_run)) | {"model.name": None, "method.type": "full", "objective.type": None}
     return [
-        (key, _public(key, value))
+        (written(key), _public(key, value))
         for key, value in flatten(run)
         if value != defaults.get(key) and not key.startswith(LEFT_OUT) and not SECRET_SETTING.search(key)
     ]

@@ -63,7 +63,7 @@ def use_float8(model: nn.Module, blocks: list[tuple[str, nn.Module]], settings: 
             settings.recipe,
             f"no linear layer of a block has {settings.min_features} or more inputs and outputs, both multiples of "
             f"{MULTIPLE}",
-            "lower fp8.min_features or shorten fp8.modules_to_not_convert, or use precision: bf16",
+            "lower advanced.fp8.min_features or shorten fp8.modules_to_not_convert, or use precision: bf16",
         )  # fmt: skip
     return chosen
 

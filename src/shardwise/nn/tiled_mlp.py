@@ -42,7 +42,7 @@ def tile_blocks(
     ]
     if not any(is_linear(module) for child in parts for module in child.modules()):
         problem = "no feed-forward part of this model's blocks can be computed some tokens at a time"
-        raise UserError("tiled_mlp", tile, problem, "leave it out")
+        raise UserError("advanced.memory.tiled_mlp", tile, problem, "leave it out")
     for child in (*parts, *(norm for name, norm in _norms_outside(model) if name in tokenwise_names)):
         child.forward = _Tiles(child, child.forward, tile, fused)  # type: ignore[method-assign]
 

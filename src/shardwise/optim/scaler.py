@@ -88,7 +88,7 @@ class LossScaler(OpenGradScaler):
             return None
         return (
             f"gradients overflow fp16 even at the least loss scale ({self.settings.minimum:g})\n"
-            "  → use precision: bf16 or fp32, lower train.learning_rate, or lower loss_scale.minimum"
+            "  → use precision: bf16 or fp32, lower train.learning_rate, or lower advanced.loss_scale.minimum"
         )
 
     def state_dict(self) -> dict[str, Any]:

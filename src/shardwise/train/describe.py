@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from shardwise.checkpoint.folders import step_folder
+from shardwise.config.advanced import DEEPSPEED_ONLY, written
 from shardwise.config.combinations import remarks
 from shardwise.config.paths import flatten
 from shardwise.config.renamed import read_saved
@@ -290,19 +291,31 @@ def print_result(result: Result, job: ResolvedRun, console: Console | None = Non
     console.print(f"  metrics  {job.output / 'metrics.jsonl'}", highlight=False)
 
 
-def print_config(result: Resolution, loaded: LoadedRun) -> None:
-    """Every value of the run, with its origin."""
+def print_config(result: Resolution, loaded: LoadedRun, advanced: bool = False) -> None:
+    """Every value of the run beside its origin; of `advanced` what was set, or all of it."""
     console = Console()
     table = Table(box=None, padding=(0, 2, 0, 0))
     table.add_column("setting", style="bold", no_wrap=True)
     table.add_column("value", overflow="fold")
     table.add_column("from", style="dim", overflow="fold")
     values = flatten(result.run.model_dump(mode="json"))
-    for path, value in values:
+    hidden = 0
+    for path, value in sorted(values, key=lambda item: written(item[0]) != item[0]):
+        shown = written(path)
+        origin = loaded.origin_of(path)
+        if origin == "default" and path in DEEPSPEED_ONLY:
+            continue
+        if origin == "default" and shown != path and not advanced:
+            hidden += 1
+            continue
         reason = result.reasons.get(path)
-        origin = f"auto: {reason}" if reason else loaded.origin_of(path)
-        table.add_row(path, json.dumps(value, ensure_ascii=False), origin)
+        origin = f"auto: {reason}" if reason else origin
+        table.add_row(shown, json.dumps(value, ensure_ascii=False), origin)
     console.print(table, highlight=False)
+    if hidden:
+        console.print(
+            f"{hidden} settings of advanced are not set; --advanced lists them", style="dim"
+        )
     if ("train.steps", None) in values:
         console.print("train.steps follows from train.epochs once the data are read", style="dim")
     for note in loaded.notes:
@@ -321,7 +334,7 @@ def changed_settings(checkpoint: Path, run: Run) -> list[str]:
     before = dict(flatten(read_saved(checkpoint / "run.json")))
     now = dict(flatten(run.model_dump(mode="json")))
     return [
-        f"{path} {before.get(path)} → {value}"
+        f"{written(path)} {before.get(path)} → {value}"
         for path, value in now.items()
         if before.get(path) != value and not path.startswith(NOT_COMPARED)
     ]

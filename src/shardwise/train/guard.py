@@ -176,10 +176,10 @@ class LossGuard:
             return None
         return RunFailed(
             f"{why}, after {self._settings.max_recoveries} others were skipped or gone back from "
-            "(guard.max_recoveries)\n"
+            "(advanced.guard.max_recoveries)\n"
             f"  → lower train.learning_rate, look at the data named in {FILE}, or raise "
-            "guard.max_recoveries; what is in that file stays left out and counted (resume=never "
-            "begins anew)"
+            "advanced.guard.max_recoveries; what is in that file stays left out and counted "
+            "(resume=never begins anew)"
         )
 
     def _note(self, step: int, why: str, did: str, until: int) -> None:

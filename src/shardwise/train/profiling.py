@@ -37,8 +37,8 @@ class Profiling:
         self._notes: list[str] = []
         late = ", ".join(str(step) for step in sorted(self._steps) if step > total)
         if late:
-            note = f"not profiled, since the run ends after {total} steps: {late} (log.profile)"
-            self._notes.append(note)
+            note = f"not profiled, since the run ends after {total} steps: {late}"
+            self._notes.append(f"{note} (advanced.log.profile)")
 
     @contextmanager
     def step(self, number: int, tokens: int) -> Iterator[None]:

@@ -54,7 +54,7 @@ class TrainReport:
             self._file.truncate_after(state.position.step)
             for record in state.damaged:
                 self._file.append(record)
-            self._progress = Progress(total, state.position.step, run.log.refresh)
+            self._progress = Progress(total, state.position.step)
             self._trackers = Trackers(
                 openers_of(run.log.trackers),
                 state.job.output,

@@ -252,7 +252,7 @@ def _check_model(
         problem = (
             "keeps what our own attention made, but this model's or this objective's is another"
         )
-        raise UserError("recompute_attention", False, problem, "leave it out")
+        raise UserError("advanced.memory.recompute_attention", False, problem, "leave it out")
     if not run.recompute_attention:
         say("attention of recomputed blocks is kept, in rows that are one document")
     if context.context is not None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.checkpoint.folders import list_checkpoints, step_of
+from shardwise.config.advanced import written
 from shardwise.config.renamed import rename
 from shardwise.observe.metrics import flat
 from shardwise.observe.ranks import host_file
@@ -232,7 +233,7 @@ class RunFolder:
             folders = list_checkpoints(self.path / "checkpoints")
             run = read_json(folders[-1] / "run.json") if folders else {}
         rename(run)
-        return dict(flat(run))
+        return {written(path): value for path, value in flat(run)}
 
 
 def step_seconds(record: dict[str, Any]) -> float | None:

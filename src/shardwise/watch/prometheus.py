@@ -27,7 +27,10 @@ TRAIN = {  # name of ours → its key in a training record and what it is
 RANK = {
     "rank_step": ("step", "step that a rank is at"),
     "rank_step_seconds": ("seconds", "seconds per step of a rank"),
-    "rank_waiting_seconds": ("waiting", "seconds per step that a rank waits for others, where log.breakdown tells"),
+    "rank_waiting_seconds": (
+        "waiting",
+        "seconds per step that a rank waits for others, where advanced.log.breakdown tells",
+    ),
     "rank_memory_bytes": ("memory", "peak memory of a rank's device, or its process on a CPU"),
     "rank_rss_bytes": ("rss", "resident memory of a rank's process"),
 }

@@ -146,7 +146,7 @@ def test_the_command(ranks: int, tmp_path: Path, capsys: pytest.CaptureFixture[s
     config = LLAMA if ranks == 1 else config_of("mixtral")
     run = {"model": {"config": config, "tokenizer": "none"}, "data": {"train": "none", "sequence_length": 64},
            "train": {"batch_size": 4, "micro_batch_size": 1, "steps": 1}, "device": "cpu", "precision": "fp32",
-           "ranks": ranks, "parallel": {"zero": 3, "prefetch": ranks - 1}}  # fmt: skip
+           "ranks": ranks, "parallel": {"zero": 3}, "advanced": {"prefetch": ranks - 1}}  # fmt: skip
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(run))
     more = ["--json", "--trace", str(tmp_path / "traces")] if ranks == 2 else []
     with pytest.raises(SystemExit) as left:

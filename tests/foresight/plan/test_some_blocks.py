@@ -67,7 +67,7 @@ def test_a_remedy_names_how_many() -> None:
     found = [one for one in remedies(SOURCE, before.run, before.cluster, before) if "recompute" in one.settings]
     (one,) = [one for one in found if one.settings.keys() == {"recompute", "recompute_blocks"}]
     assert 3 <= one.settings["recompute_blocks"] <= 7 and one.estimate.fits
-    assert "recompute=full recompute_blocks=" in one.describe(before)
+    assert "recompute=full advanced.memory.recompute_blocks=" in one.describe(before)
     assert one.estimate.time.seconds < every.time.seconds
 
 

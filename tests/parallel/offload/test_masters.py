@@ -72,9 +72,10 @@ def test_what_is_chosen() -> None:
         return resolve_machine(run, Machine(gpus, ranks=gpus)).run.train.master_weights
 
     assert answer() == "split" and answer(gpus=2) == answer("parallel.zero=3") == answer("device=cpu") == "fp32"
-    assert answer("train.optimizer=muon") == answer("precision=fp16") == answer("train.master_weights=fp32") == "fp32"
-    assert answer("train.master_weights=split", gpus=2) == "split"
+    assert answer("train.optimizer=muon") == answer("precision=fp16") == "fp32"
+    assert answer("advanced.master_weights=fp32") == "fp32"
+    assert answer("advanced.master_weights=split", gpus=2) == "split"
     assert answer("offload.optimizer=cpu", gpus=2) == "split"
     assert answer("offload.optimizer=cpu", "precision=fp32") == "fp32"
     with pytest.raises(UserError, match="whole matrices"):
-        answer("train.master_weights=split", "train.optimizer=muon")
+        answer("advanced.master_weights=split", "train.optimizer=muon")

@@ -77,7 +77,7 @@ BROKEN = replace(MIXTRAL, enabled=True, coefficient=None, trouble="transformers'
         (None, {"z_loss": 0.1}, "router.z_loss", "no routers are found"),
         (MIXTRAL, {"bias_update": 0.1}, "router.bias_update", "no bias that decides"),
         (replace(MIXTRAL, top_k=0), {"aux_loss": 0.1}, "router.aux_loss", "how many experts"),
-        (MIXTRAL, {"balance": "micro_batch"}, "router.balance", "there is none"),
+        (MIXTRAL, {"balance": "micro_batch"}, "advanced.router.balance", "there is none"),
         (BROKEN, {}, "router.aux_loss", "own code fails"),
     ],
 )

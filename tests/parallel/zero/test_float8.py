@@ -136,9 +136,9 @@ def test_where_it_is_and_where_it_is_not() -> None:
         run = {"model": "m", "data": {"train": "x"}, "precision": "fp8", "parallel": {"zero": 3}}
         return float8_gathers(load_run(run, [f"{k.replace('__', '.')}={v}" for k, v in changes.items()]).run, 2)
 
-    assert ways() == ways(fp8__gather="fp8") == "once"
+    assert ways() == ways(advanced__fp8__gather="fp8") == "once"
     assert ways(offload__optimizer="cpu") == "by unit"
-    assert not ways(fp8__gather="bf16") and not ways(fp8__recipe="rowwise") and not ways(precision="bf16")
+    assert not ways(advanced__fp8__gather="bf16") and not ways(fp8__recipe="rowwise") and not ways(precision="bf16")
     assert not ways(parallel__quantize_weights="true") and not ways(parallel__context=2)
     assert not ways(offload__optimizer="cpu", offload__parameters="cpu")
 
@@ -152,10 +152,10 @@ def test_the_plan_says_so() -> None:
 
 
 def test_one_rank_has_nothing_to_gather() -> None:
-    values = {"model": "m", "data": {"train": "x"}, "precision": "fp8", "fp8": {"gather": "fp8"}}
+    values = {"model": "m", "data": {"train": "x"}, "precision": "fp8", "advanced": {"fp8": {"gather": "fp8"}}}
     run = load_run(values | {"train": {"batch_size": 8}, "parallel": {"zero": 3}}).run
     check_parallel(run, 2)
     for ranks, alone in ((1, run), (2, load_run(values | {"parallel": {"zero": 3, "dp_shard_size": 1}}).run)):
         with pytest.raises(UserError, match="every rank has the weights whole") as told:
             check_parallel(alone, ranks)
-        assert told.value.field == "fp8.gather"
+        assert told.value.field == "advanced.fp8.gather"

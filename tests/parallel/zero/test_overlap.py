@@ -130,13 +130,14 @@ def test_links_decide_what_travels_together_and_how_far_ahead() -> None:
 
 
 @pytest.mark.parametrize(("settings", "field"), [
-    ({"prefetch": -1}, "parallel.prefetch"), ({"prefetch": 9}, "parallel.prefetch"),
-    ({"prefetch": "all"}, "parallel.prefetch"), ({"reduce_dtype": "fp16"}, "parallel.reduce_dtype"),
-    ({"bucket": "one"}, "parallel.bucket"),
+    ({"advanced": {"prefetch": -1}}, "advanced.prefetch"), ({"advanced": {"prefetch": 9}}, "advanced.prefetch"),
+    ({"advanced": {"prefetch": "all"}}, "advanced.prefetch"),
+    ({"parallel": {"reduce_dtype": "fp16"}}, "parallel.reduce_dtype"),
+    ({"advanced": {"bucket": "one"}}, "advanced.bucket"),
 ])  # fmt: skip
 def test_what_cannot_be(settings: dict[str, Any], field: str) -> None:
     with pytest.raises(UserError) as error:
-        load_run({"model": "m", "data": {"train": "x"}, "parallel": settings})
+        load_run({"model": "m", "data": {"train": "x"}, **settings})
     assert error.value.field.startswith(field)
 
 

@@ -135,4 +135,4 @@ def test_a_model_that_cannot_be_divided_so_far(shared: Path, tmp_path: Path) -> 
     )
     code, out, err = cli.train(cli.write_run(tmp_path, run))
     assert code == 2 and "Traceback" not in out + err, err
-    assert "parallel.bucket = 1024" in err and "use a larger bucket" in err
+    assert "advanced.bucket = 1024" in err and "use a larger bucket" in err

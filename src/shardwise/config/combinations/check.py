@@ -8,6 +8,7 @@ from functools import cache
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal
 
+from shardwise.config.advanced import written
 from shardwise.config.combinations.features import ABSENT, Feature, feature, look_up
 from shardwise.config.combinations.rules import DIVIDED, RULES, CombinationRule
 from shardwise.config.paths import place
@@ -109,7 +110,7 @@ def _third(rule: CombinationRule, a: Feature, b: Feature) -> tuple[Feature, ...]
 
 def _unless(rule: CombinationRule, a: Feature, b: Feature) -> CombinationVerdict:
     third = " or ".join(other.name for other in _third(rule, a, b))
-    return CombinationVerdict("remark", f"not with {third}: {rule.why}", rule.remedy, rule.field)
+    return CombinationVerdict("remark", f"not with {third}: {rule.why}", rule.remedy, written(rule.field))
 
 
 def settings_of(*features: Feature) -> dict[str, Any]:
@@ -139,6 +140,7 @@ def axes_used(parallel: Any) -> list[str]:
 
 
 def _met(settings: Any, rules: Iterable[CombinationRule]) -> Iterator[Conflict]:
+    of_run = hasattr(settings, "data")  # a section, or the config of an own loop, has no `advanced`
     for rule in rules:
         if rule.applies(settings):
             value = look_up(settings, rule.shown or rule.field)
@@ -147,7 +149,8 @@ def _met(settings: Any, rules: Iterable[CombinationRule]) -> Iterator[Conflict]:
             elif isinstance(value, tuple):
                 value = list(value)
             words = _words(settings)
-            yield Conflict(rule, rule.field, value, rule.why.format(**words), rule.remedy.format(**words))
+            field = written(rule.field) if of_run else rule.field
+            yield Conflict(rule, field, value, rule.why.format(**words), rule.remedy.format(**words))
 
 
 def _words(settings: Any) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from shardwise.config.advanced import written
 from shardwise.config.combinations.check import CombinationVerdict, combines
 from shardwise.config.combinations.features import FEATURES, Feature
 from shardwise.config.combinations.rules import RULES, CombinationRule
@@ -101,7 +102,7 @@ def page() -> str:
 
 def _row(rule: CombinationRule) -> str:
     first, *others = (side.replace("|", "/") for side in sides(rule))
-    return f"| {first} | {' and '.join(others)} | `{rule.field}` | {generic_reason(rule)} | {rule.remedy} |"
+    return f"| {first} | {' and '.join(others)} | `{written(rule.field)}` | {generic_reason(rule)} | {rule.remedy} |"
 
 
 def as_json() -> dict[str, Any]:
@@ -118,7 +119,7 @@ def as_json() -> dict[str, Any]:
             {
                 "verdict": rule.verdict,
                 "sides": names,
-                "field": rule.field,
+                "field": written(rule.field),
                 "why": generic_reason(rule),
                 "remedy": rule.remedy,
             }

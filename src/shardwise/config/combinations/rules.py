@@ -72,7 +72,7 @@ NEEDS_EVALUATION = "set data.eval (2%, or files of its own), or leave it out"
 ALONE = "offload works with ZeRO alone, not with {axes}"
 PLUSPLUS = "ZeRO++ works with ZeRO alone, not with {axes}"
 WHOLE_WEIGHTS = "only adamw with fp32 states knows weights that {divided} parallelism divides"
-WANTS_PLAIN = "use optimizer: adamw, optimizer_state: fp32"
+WANTS_PLAIN = "use optimizer: adamw, advanced.optimizer_state: fp32"
 SO_FAR = "is for {allowed} so far, and the objective is {{objective.type}}"
 
 
@@ -170,7 +170,8 @@ PLACES = (
     _rule("recompute_attention", (f.KEPT_ATTENTION, (f.NO_RECOMPUTE, f.LIGHT)), "no block is computed again",
           "use recompute: full, or leave it out"),
     _rule("recompute_attention", (f.KEPT_ATTENTION, f.PLAIN_ATTENTION),
-          "keeps what our own attention made, but attention is plain", "set attention: auto, or leave it out"),
+          "keeps what our own attention made, but attention is plain",
+          "set advanced.kernels.attention: auto, or leave it out"),
     _rule("recompute_attention", (f.KEPT_ATTENTION, f.UNPACKED),
           "keeps what our own attention made, which is that of packed rows", "set data.packing: true, or leave it out"),
     _rule("recompute_attention", (f.KEPT_ATTENTION, (f.SEQ2SEQ, f.MASKED, f.CLASSIFY)),
@@ -208,7 +209,7 @@ UPDATES = (
           "the upper half of fp32 is bf16, but {precision} is computed in", "set precision: bf16, or leave it out"),
     _rule("train.master_weights", (f.SPLIT_MASTERS, _others(f.OPTIMIZERS, *f.ELEMENTWISE)),
           "{train.optimizer} looks at whole matrices; split weights are updated in pieces",
-          f"use optimizer: {values_of(f.ELEMENTWISE)}, or master_weights: fp32"),
+          f"use optimizer: {values_of(f.ELEMENTWISE)}, or advanced.master_weights: fp32"),
     _rule("train.optimizer_in_backward", (f.IN_BACKWARD, f.CLIP),
           "clipping needs the norm of all gradients, which are gone one by one",
           "set train.max_grad_norm: null"),
@@ -303,7 +304,7 @@ MACHINES = (
     _rule("fp8.gather", (f.FP8_GATHER, f.FP8[1]),
           "scales by row are of rows forward and of columns backward, and codes have one of the two",
           "use recipe: tensorwise, or leave it out: gathers are in bf16"),
-    _rule("backend", (f.NCCL, f.CPU), "works on CUDA devices only", "use backend: gloo or leave it out"),
+    _rule("backend", (f.NCCL, f.CPU), "works on CUDA devices only", "use advanced.backend: gloo or leave it out"),
 )  # fmt: skip
 
 REMARKS = (

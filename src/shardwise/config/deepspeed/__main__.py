@@ -15,7 +15,8 @@ parallel: {deepspeed: ds_config.json}   # in RUN.yaml; the path is relative to t
 
 ```
 shardwise train run.yaml                                         # prints what became of each key it met
-shardwise config --from-deepspeed ds_config.json                 # the equivalent RUN.yaml
+shardwise config --from-deepspeed ds_config.json                 # the equivalent RUN.yaml; a scheduler and
+                                                                 # csv_monitor are left to the config, which it names
 shardwise config run.yaml --from-deepspeed ds_config.json ranks=8
 ```
 

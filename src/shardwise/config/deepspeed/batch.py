@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shardwise.config.deepspeed.plan import MISSING, PartialTranslation, default_of, find
+from shardwise.config.deepspeed.plan import PartialTranslation, default_of
+from shardwise.config.paths import ABSENT, find
 
 TRAIN, MICRO, ROUNDS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 
@@ -59,7 +60,7 @@ def _given(plan: PartialTranslation, key: str) -> int | None:
 def _from_run(plan: PartialTranslation, key: str, target: str) -> int | None:
     value = plan.run_value(target)
     return (
-        None if value is MISSING or value in (None, "auto") else plan.integer(f"{key} ({target} of the run)", value, 1)
+        None if value is ABSENT or value in (None, "auto") else plan.integer(f"{key} ({target} of the run)", value, 1)
     )
 
 

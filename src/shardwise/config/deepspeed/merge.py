@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import yaml
 
-from shardwise.config.deepspeed.plan import MISSING, KeyAccount, find, same, show
+from shardwise.config.advanced import DEEPSPEED_ONLY, as_written, is_deepspeed_only, written
+from shardwise.config.deepspeed.plan import KeyAccount, same, show
 from shardwise.config.deepspeed.translate import Translation, line, translate
-from shardwise.config.paths import place
+from shardwise.config.paths import ABSENT, find, place, remove
 
 
 def merge(
@@ -20,34 +22,41 @@ def merge(
     The run's file must not contradict the config. The command line may: it takes precedence, and the account notes it.
     """
     last_word = {path: find(values, path) for path, where in origin.items() if where == "command line"}
-    written = copy.deepcopy(values)
+    file_values = copy.deepcopy(values)
     for path in sorted(last_word, reverse=True):  # deepest first, so that a section's leaves go before it
-        _remove(written, path)
-    translation = translate(config, ranks=ranks, run=written, file=file)
+        _remove(file_values, path)
+    translation = translate(config, ranks=ranks, run=file_values, file=file)
     notes = []
     for path, value in _leaves(translation.values):
         source = translation.sources.get(path) or translation.sources.get(path.rpartition(".")[0], "")
         covered = next((p for p in last_word if f"{path}.".startswith(f"{p}.") or p.startswith(f"{path}.")), None)
         if covered is not None:
             if not same(last_word[covered], value):
-                note = f"{covered}: {show(last_word[covered])} on the command line has the last word"
+                note = f"{written(covered)}: {show(last_word[covered])} on the command line has the last word"
                 notes.append(KeyAccount(source, value, "no effect", note))
             continue
-        if find(values, path) is MISSING:
+        if find(values, path) is ABSENT:
             place(values, path, value)
             origin[path] = f"{file}: {source}"
     return (*translation.account, *notes)
 
 
 def as_yaml(translation: Translation, values: dict[str, Any], file: str) -> str:
-    """The RUN.yaml equivalent to the config: the account as comments, then the run's own and the translated values."""
+    """The RUN.yaml equivalent to the config: the account as comments, then the run's own and the translated values.
+
+    It names the config where that holds what RUN.yaml cannot: one of DeepSpeed's schedules, CSV files.
+    """
     run = copy.deepcopy(values)
     run.get("parallel", {}).pop("deepspeed", None)
     placeholder = [name for name in ("model", "data") if name not in run]
     run = {"model": "smollm2-135m-instruct", "data": {"train": "chat.jsonl"}} | run
     for path, value in _leaves(translation.values):
         place(run, path, value)
-    lines = [f"# The equivalent of {file}, key by key:"]
+    for path in [path for path in DEEPSPEED_ONLY if is_deepspeed_only(translation.values, path)]:
+        remove(run, path.rstrip("."))
+        place(run, "parallel.deepspeed", file)
+    run = as_written(run)
+    lines = [f"# The equivalent of {Path(file).name}, key by key:"]
     rows = [line(entry) for entry in translation.account]
     width = min(60, max((len(key) for key, _, _ in rows), default=0))
     lines += [f"#   {key:<{width}}  {verdict:<9}  {done}" for key, verdict, done in rows]

@@ -13,13 +13,13 @@ from typing import Any, Literal, get_args
 
 from pydantic import BaseModel
 
-from shardwise.config.paths import place
+from shardwise.config.advanced import written
+from shardwise.config.paths import ABSENT, find, place
 from shardwise.config.schema import Run
 from shardwise.config.units import parse_number, parse_size
 from shardwise.core.errors import UserError
 
 Verdict = Literal["honoured", "no effect", "refused"]
-MISSING: Any = object()
 
 
 class NoEffect(str):
@@ -69,51 +69,52 @@ class PartialTranslation:
     def get(self, path: str, default: Any = None) -> Any:
         """A value of the config by dotted path; the default if it is absent, null or "auto"."""
         value = find(self.config, path)
-        return default if value is MISSING or value is None or value == "auto" else value
+        return default if value is ABSENT or value is None or value == "auto" else value
 
     def run_value(self, target: str) -> Any:
-        """RUN.yaml's value of a setting, or MISSING."""
+        """RUN.yaml's value of a setting, or ABSENT."""
         return find(self.run, target)
 
     def now(self, target: str) -> Any:
         """Current value of a setting: the config's, else RUN.yaml's, else our default."""
         for values in (self.values, self.run):
-            if (value := find(values, target)) is not MISSING:
+            if (value := find(values, target)) is not ABSENT:
                 return value
         return default_of(target)
 
     def put(self, key: str, target: str, value: Any) -> str:
         """Sets one of our values from a key of the config; raises if RUN.yaml contradicts it."""
         existing = self.run_value(target)
-        undecided = existing is MISSING or (existing == "auto" and target in ("train.micro_batch_size", "precision"))
+        undecided = existing is ABSENT or (existing == "auto" and target in ("train.micro_batch_size", "precision"))
         if not undecided and not same(existing, value) and not self.forgiving:
-            problem = f"contradicts {target} = {existing!r} of the run"
+            problem = f"contradicts {written(target)} = {existing!r} of the run"
             raise self.mistake(key, self.get(key, None), problem, f'remove one of the two, or write "{key}": "auto"')
         earlier = find(self.values, target)
-        if earlier is not MISSING and not same(earlier, value) and self.sources.get(target) != key:
+        if earlier is not ABSENT and not same(earlier, value) and self.sources.get(target) != key:
             other = self.sources.get(target, "another key")
-            problem = f"wants {target}: {show(value)}, but {other} wants {show(earlier)}"
+            problem = f"wants {written(target)}: {show(value)}, but {other} wants {show(earlier)}"
             raise self.mistake(key, self.get(key, None), problem, "make the two agree, or remove one")
         place(self.values, target, value)
         self.sources[target] = key
-        return f"{target}: {show(value)}"
+        return f"{written(target)}: {show(value)}"
 
     def put_default(self, key: str, target: str, value: Any) -> None:
         """Sets DeepSpeed's default for an absent key, unless RUN.yaml or another key decides."""
-        if self.run_value(target) is not MISSING or find(self.values, target) is not MISSING:
+        if self.run_value(target) is not ABSENT or find(self.values, target) is not ABSENT:
             return
         if same(default_of(target), value):
             return
         place(self.values, target, value)
         self.sources[target] = f"{key} (default)"
-        self.account.append(KeyAccount(key, None, "honoured", f"DeepSpeed's default → {target}: {show(value)}", False))
+        done = f"DeepSpeed's default → {written(target)}: {show(value)}"
+        self.account.append(KeyAccount(key, None, "honoured", done, False))
 
     def auto(self, target: str) -> str:
         """Account entry for "auto": RUN.yaml's value, else our default; sets nothing."""
         value = self.run_value(target)
-        if value is not MISSING:
-            return Auto(f"auto → {target}: {show(value)} (of the run)", target)
-        return Auto(f"auto → {target}: {show(default_of(target))} (our default)", target)
+        if value is not ABSENT:
+            return Auto(f"auto → {written(target)}: {show(value)} (of the run)", target)
+        return Auto(f"auto → {written(target)}: {show(default_of(target))} (our default)", target)
 
     def mistake(self, key: str, value: Any, problem: str, remedy: str) -> UserError:
         """UserError about the config, with its file and key."""
@@ -149,15 +150,6 @@ class PartialTranslation:
 
 
 Rule = Callable[[PartialTranslation, str, Any], str]
-
-
-def find(values: Any, path: str) -> Any:
-    """The value at a dotted path of nested dicts, or MISSING."""
-    for part in path.split("."):
-        if not isinstance(values, dict) or part not in values:
-            return MISSING
-        values = values[part]
-    return values
 
 
 def default_of(target: str) -> Any:

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from shardwise.config.deepspeed.plan import MISSING, Auto, NoEffect, PartialTranslation, Rule, find, show
+from shardwise.config.deepspeed.plan import Auto, NoEffect, PartialTranslation, Rule, show
+from shardwise.config.paths import ABSENT, find
 from shardwise.config.schema import DEEPSPEED_SCHEDULES
 
 REDUCE_BYTES = 4  # gradients are reduced in fp32
@@ -99,9 +100,9 @@ def precision(plan: PartialTranslation, key: str, value: Any) -> str:
 def _enabled(plan: PartialTranslation, block: str) -> Any:
     for name in (block, "bfloat16") if block == "bf16" else (block,):
         value = find(plan.config, f"{name}.enabled")
-        if value is not MISSING:
+        if value is not ABSENT:
             return value if value == "auto" else plan.flag(f"{name}.enabled", value)
-    return None if find(plan.config, block) is MISSING else False
+    return None if find(plan.config, block) is ABSENT else False
 
 
 def loss_scale(plan: PartialTranslation, key: str, value: Any) -> str:
@@ -236,7 +237,7 @@ def schedule_parameter(plan: PartialTranslation, key: str, value: Any) -> str:
     kind = str(plan.get("scheduler.type"))
     name = key.rpartition(".")[2]
     schedule = find(plan.values, "train.schedule")
-    if find(plan.config, "scheduler.type") is not MISSING and not isinstance(schedule, dict):
+    if find(plan.config, "scheduler.type") is not ABSENT and not isinstance(schedule, dict):
         return NoEffect("the schedule is not known")  # which has been said
     if kind not in DEEPSPEED_SCHEDULES or not isinstance(schedule, dict):
         raise plan.mistake("scheduler.type", None, "is not given", f"add one of {', '.join(DEEPSPEED_SCHEDULES)}")
@@ -266,7 +267,7 @@ def schedule_peak(plan: PartialTranslation, key: str, value: Any) -> str:
     """Peak learning rate of the schedule: train.learning_rate."""
     kind = str(plan.get("scheduler.type"))
     name = key.rpartition(".")[2]
-    if kind not in DEEPSPEED_SCHEDULES and find(plan.config, "scheduler.type") is not MISSING:
+    if kind not in DEEPSPEED_SCHEDULES and find(plan.config, "scheduler.type") is not ABSENT:
         return NoEffect("the schedule is not known")  # which has been said
     if _PEAKS.get(kind) != name:
         raise plan.mistake(key, value, f"{kind} has no such parameter", f"remove {name}")
@@ -285,7 +286,7 @@ def schedule_defaults(plan: PartialTranslation) -> None:
     """Defaults: a constant rate without a scheduler; WarmupDecayLR and LRRangeTest have their own peak."""
     kind = plan.get("scheduler.type")
     if kind is None:
-        silent = all(plan.run_value(f"train.{name}") is MISSING for name in ("schedule", "warmup"))
+        silent = all(plan.run_value(f"train.{name}") is ABSENT for name in ("schedule", "warmup"))
         if silent:
             plan.put_default("scheduler", "train.schedule", "constant")
             plan.put_default("scheduler", "train.warmup", 0)
@@ -296,7 +297,7 @@ def schedule_defaults(plan: PartialTranslation) -> None:
         plan.put_default(f"scheduler.params.{name}", "train.learning_rate", 1e-3)
     if kind == "OneCycle":
         for needed in ("cycle_min_lr", "cycle_max_lr"):
-            if find(plan.config, f"scheduler.params.{needed}") is MISSING:
+            if find(plan.config, f"scheduler.params.{needed}") is ABSENT:
                 raise plan.mistake(f"scheduler.params.{needed}", None, "OneCycle needs it", "add e.g. 1e-4")
 
 
@@ -386,9 +387,9 @@ def bucket(plan: PartialTranslation, key: str, value: Any) -> str:
         raise plan.mistake(key, value, "a bucket of nothing moves nothing", "use e.g. 500000000")
     earlier = find(plan.values, "parallel.bucket")
     size = elements * REDUCE_BYTES
-    if earlier is not MISSING and earlier <= size:
-        return NoEffect(f"the other bucket is smaller: parallel.bucket: {earlier}")
-    if earlier is not MISSING:
+    if earlier is not ABSENT and earlier <= size:
+        return NoEffect(f"the other bucket is smaller: advanced.bucket: {earlier}")
+    if earlier is not ABSENT:
         plan.values["parallel"].pop("bucket")
     return f"{plan.put(key, 'parallel.bucket', size)} ({elements:,} elements of {REDUCE_BYTES} bytes)"
 
@@ -419,7 +420,7 @@ def quantize(target: str) -> Rule:
 def loco(plan: PartialTranslation, key: str, value: Any) -> str:
     """LoCo error feedback; ours has no parameters."""
     if value in (None, "auto") or value == {}:
-        return NoEffect("not given; qgZ adds what rounding lost all the same, unless parallel.error_feedback: false")
+        return NoEffect("not given; qgZ adds what rounding lost all the same, unless advanced.error_feedback: false")
     if not isinstance(value, dict) or (unknown := sorted(set(value) - {"err_beta", "reset_T"})):
         problem = f"has no {unknown[0]}" if isinstance(value, dict) else "is not a block"
         raise plan.mistake(key, value, problem, 'write e.g. {"err_beta": 0.8, "reset_T": 1024}')

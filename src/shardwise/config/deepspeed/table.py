@@ -51,7 +51,8 @@ def several(prefix: str, names: str, note: str) -> list[Key]:
 def scheduled(names: str) -> list[Key]:
     """Rows of schedule parameters that our schedule takes under the same name."""
     return [
-        honoured(f"scheduler.params.{name}", f"`train.schedule.{name}`", r.schedule_parameter) for name in names.split()
+        honoured(f"scheduler.params.{name}", "of the schedule, under the same name", r.schedule_parameter)
+        for name in names.split()
     ]
 
 
@@ -78,21 +79,22 @@ PRECISION = [
     honoured("bf16.enabled", "`precision: bf16`; false (with fp16 false too) = `fp32`", r.precision),
     honoured("bfloat16.enabled", "the old name of bf16.enabled", r.precision),
     honoured("fp16.loss_scale", "`loss_scale.value`; 0 = `dynamic`", r.loss_scale),
-    honoured("fp16.initial_scale_power", "`loss_scale.initial`, 2 to this power", r.initial_scale),
-    honoured("fp16.loss_scale_window", "`loss_scale.growth_interval`", r.to("loss_scale.growth_interval", r.count)),
-    honoured("fp16.hysteresis", "`loss_scale.hysteresis`", r.to("loss_scale.hysteresis", r.count)),
-    honoured("fp16.consecutive_hysteresis", "`loss_scale.consecutive_hysteresis`",
+    honoured("fp16.initial_scale_power", "`advanced.loss_scale.initial`, 2 to this power", r.initial_scale),
+    honoured("fp16.loss_scale_window", "`advanced.loss_scale.growth_interval`",
+             r.to("loss_scale.growth_interval", r.count)),
+    honoured("fp16.hysteresis", "`advanced.loss_scale.hysteresis`", r.to("loss_scale.hysteresis", r.count)),
+    honoured("fp16.consecutive_hysteresis", "`advanced.loss_scale.consecutive_hysteresis`",
              r.to("loss_scale.consecutive_hysteresis", r.flag)),
-    honoured("fp16.min_loss_scale", "`loss_scale.minimum`", r.to("loss_scale.minimum", r.number)),
+    honoured("fp16.min_loss_scale", "`advanced.loss_scale.minimum`", r.to("loss_scale.minimum", r.number)),
     idle("fp16.auto_cast", "inputs to each block are cast with the block's weights; token ids need no cast"),
     refused("fp16.fp16_master_weights_and_grads", "master weights are fp32 here", "set it to false; bf16 states: "
-            "train.optimizer_state: bf16"),
+            "advanced.optimizer_state: bf16"),
     idle("bf16.immediate_grad_update", "gradients are added up as they come, in fp32"),
     idle("bf16.check_grad_overflow", "a gradient that is no number ends the run at the next report, with the step"),
     refused("bf16.bf16_master_weights_and_grads", "master weights are fp32 here", "set it to false; bf16 states: "
-            "train.optimizer_state: bf16"),
+            "advanced.optimizer_state: bf16"),
     refused("bf16.bf16_optimizer_states", "there it goes with bf16 masters, and masters are fp32 here",
-            "set it to false, and train.optimizer_state: bf16 in the run"),
+            "set it to false, and advanced.optimizer_state: bf16 in the run"),
     *several("bfloat16", "immediate_grad_update check_grad_overflow", "as under bf16"),
     refused("amp.*", "Apex's amp is not here (DeepSpeed has removed it too)", "use the fp16 or bf16 block"),
     refused("torch_autocast.*", "autocast casts per operation; here weights are cast once, as they are gathered",
@@ -122,11 +124,12 @@ STEP = [
 
 OPTIMIZER = [
     honoured("optimizer.type", "`train.optimizer`: Adam and AdamW = `adamw`, Lion, SGD; any other is refused. "
-             "All parameters decay: `train.decay_norms: true`", r.optimizer_type),
+             "All parameters decay: `advanced.decay_norms: true`", r.optimizer_type),
     honoured("optimizer.params.lr", "`train.learning_rate`, unless the scheduler names its own", r.learning_rate),
     honoured("optimizer.params.betas", "`train.betas`", r.betas),
     honoured("optimizer.params.eps", "`train.eps`", r.to("train.eps", r.number)),
-    honoured("optimizer.params.weight_decay", "`train.weight_decay`, with `train.decay_norms: true`", r.weight_decay),
+    honoured("optimizer.params.weight_decay", "`train.weight_decay`, with `advanced.decay_norms: true`",
+             r.weight_decay),
     honoured("optimizer.params.momentum", "the first of `train.betas` (SGD)", r.momentum),
     honoured("optimizer.params.adam_w_mode", "true is what is done; false is refused with weight decay",
              r.adam_w_mode),
@@ -138,7 +141,7 @@ OPTIMIZER = [
     idle("optimizer.params.foreach", "torch's fused AdamW is what is used"),
     idle("optimizer.params.fused", "torch's fused AdamW is what is used"),
     idle("optimizer.params.set_grad_none", "gradients are freed after each step always"),
-    idle("optimizer.params.fp32_optimizer_states", "states are fp32 unless `train.optimizer_state: bf16`"),
+    idle("optimizer.params.fp32_optimizer_states", "states are fp32 unless `advanced.optimizer_state: bf16`"),
     refused("optimizer.params.amsgrad", _VARIANT),
     refused("optimizer.params.nesterov", _VARIANT),
     refused("optimizer.params.dampening", _VARIANT),
@@ -149,8 +152,8 @@ OPTIMIZER = [
 ]  # fmt: skip
 
 SCHEDULER = [
-    honoured("scheduler.type", "`train.schedule: {type: …}`: WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, "
-             "LRRangeTest, with DeepSpeed's own formulas", r.scheduler_type),
+    honoured("scheduler.type", "WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest, with DeepSpeed's own "
+             "formulas; RUN.yaml itself has no such schedules", r.scheduler_type),
     *[honoured(f"scheduler.params.{name}", "`train.learning_rate`", r.schedule_peak)
       for name in ("warmup_max_lr", "cycle_max_lr", "lr_range_test_min_lr")],
     *scheduled("warmup_min_lr warmup_num_steps warmup_type total_num_steps warmup_min_ratio cos_min_ratio cycle_min_lr "
@@ -182,9 +185,9 @@ ZERO = [
     honoured(f"{_Z}.cpu_offload_param", "`offload.parameters: cpu`; early versions", r.cpu_offload("parameters")),
     honoured(f"{_Z}.cpu_offload_params", "`offload.parameters: cpu`; early versions", r.cpu_offload("parameters")),
     idle(f"{_Z}.cpu_offload_use_pin_memory", "host memory is pinned wherever there is a GPU to copy from"),
-    honoured(f"{_Z}.reduce_bucket_size", "`parallel.bucket`, in bytes: elements × 4 (gradients travel in fp32)",
+    honoured(f"{_Z}.reduce_bucket_size", "`advanced.bucket`, in bytes: elements × 4 (gradients travel in fp32)",
              r.bucket),
-    honoured(f"{_Z}.allgather_bucket_size", "`parallel.bucket` at stages 0 to 2; the smaller of the two counts",
+    honoured(f"{_Z}.allgather_bucket_size", "`advanced.bucket` at stages 0 to 2; the smaller of the two counts",
              r.bucket),
     honoured(f"{_Z}.zero_hpz_partition_size", "`parallel.hpz_size` (hpZ); 1 = off", r.hpz_size),
     honoured(f"{_Z}.zero_quantized_weights", "`parallel.quantize_weights` (qwZ)",
@@ -195,7 +198,7 @@ ZERO = [
     refused(f"{_Z}.zero_quantized_nontrainable_weights", "every weight is trained here, so none is kept quantised"),
     honoured(f"{_Z}.mics_shard_size", "`parallel.dp_shard_size` (hybrid sharding); below 1 = off", r.mics),
     idle(f"{_Z}.mics_hierarchical_params_gather", "a shard group gathers in one go"),
-    honoured(f"{_Z}.zeropp_loco_param", "`parallel.error_feedback: true` (LoCo; qgZ has it by default). `err_beta` "
+    honoured(f"{_Z}.zeropp_loco_param", "`advanced.error_feedback: true` (LoCo; qgZ has it by default). `err_beta` "
              "and `reset_T` have no counterpart: what is lost is added whole, and dropped at each checkpoint", r.loco),
     idle(f"{_Z}.overlap_comm", "communication overlaps with compute always"),
     idle(f"{_Z}.contiguous_gradients", "the gradients of a unit are reduced through one contiguous buffer always"),
@@ -211,7 +214,7 @@ ZERO = [
     idle(f"{_Z}.legacy_stage1", "there is one implementation of stage 1"),
     idle(f"{_Z}.parameter_alignment", "parameters are divided one by one, each aligned"),
     idle(f"{_Z}.stage3_prefetch_bucket_size",
-         "`parallel.prefetch` counts units ahead of use; `parallel.bucket` bounds their size"),
+         "`advanced.prefetch` counts units ahead of use; `advanced.bucket` bounds their size"),
     idle(f"{_Z}.stage3_param_persistence_threshold",
          "small parameters travel in the gather of their unit at no cost of their own, so none is kept whole"),
     idle(f"{_Z}.stage3_model_persistence_threshold", "no parameter is kept whole"),
@@ -222,7 +225,7 @@ ZERO = [
     idle(f"{_Z}.stage3_gather_fp16_weights_on_model_save", "the run ends with a whole Hugging Face folder always"),
     idle(f"{_Z}.stage3_module_granularity_threshold", "units are the model's blocks, not single modules"),
     idle(f"{_Z}.stage3_use_all_reduce_for_fetch_params", "one all-gather per unit; the values are the same"),
-    idle(f"{_Z}.stage3_allgather_sequential", "one all-gather per unit; `parallel.bucket` bounds its buffer"),
+    idle(f"{_Z}.stage3_allgather_sequential", "one all-gather per unit; `advanced.bucket` bounds its buffer"),
     *several(_Z, "prefetch_bucket_size param_persistence_threshold model_persistence_threshold max_live_parameters "
              "max_reuse_distance gather_16bit_weights_on_model_save module_granularity_threshold "
              "use_all_reduce_for_fetch_params allgather_sequential", "as with stage3_ before it"),
@@ -246,7 +249,7 @@ ACTIVATIONS = [
          "of use with partitioned activations; watch the reserved memory in the reports"),
     idle("activation_checkpointing.number_checkpoints", "with `recompute: full` there is one per block"),
     idle("activation_checkpointing.synchronize_checkpoint_boundary", "the device is waited for at reports alone"),
-    idle("activation_checkpointing.profile", "`log.breakdown: true` has the times of forward and backward"),
+    idle("activation_checkpointing.profile", "`advanced.log.breakdown: true` has the times of forward and backward"),
 ]  # fmt: skip
 
 _AIO = "files are read and written in large aligned pieces by threads of our own"
@@ -256,14 +259,16 @@ IO = several(
 
 _FLOPS = "every report has the FLOPs used as a share of the device's peak (`mfu`)"
 REPORTS = [
-    honoured("wall_clock_breakdown", "`log.breakdown`", r.to("log.breakdown", r.flag)),
+    honoured("wall_clock_breakdown", "`advanced.log.breakdown`", r.to("log.breakdown", r.flag)),
     idle("memory_breakdown", _MEMORY),
-    honoured("comms_logger.enabled", "`log.comms`", r.to("log.comms", r.flag)),
-    *several("comms_logger", "verbose prof_all prof_ops debug", "`log.comms` counts every collective, by kind"),
-    honoured("csv_monitor.enabled", "`log.csv`", r.csv_folder),
-    honoured("csv_monitor.output_path", "the folder of `log.csv`", r.csv_folder),
-    honoured("csv_monitor.job_name", "the last part of `log.csv`", r.csv_folder),
-    *several("tensorboard", "enabled output_path job_name", "the figures are in `metrics.jsonl`, and `log.csv`"),
+    honoured("comms_logger.enabled", "`advanced.log.comms`", r.to("log.comms", r.flag)),
+    *several("comms_logger", "verbose prof_all prof_ops debug",
+             "`advanced.log.comms` counts every collective, by kind"),
+    honoured("csv_monitor.enabled", "one CSV file per figure beside `metrics.jsonl`", r.csv_folder),
+    honoured("csv_monitor.output_path", "the folder of these files", r.csv_folder),
+    honoured("csv_monitor.job_name", "the last part of that folder", r.csv_folder),
+    *several("tensorboard", "enabled output_path job_name", "the figures are in `metrics.jsonl`; `log.trackers` has "
+             "TensorBoard"),
     *several("wandb", "enabled group team project", "nothing leaves the machine; the figures are in `metrics.jsonl`"),
     *several("comet", "enabled project workspace api_key experiment_name experiment_key mode online "
              "samples_log_interval", "nothing leaves the machine; the figures are in `metrics.jsonl`"),

@@ -10,11 +10,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from shardwise.config.advanced import written
 from shardwise.config.deepspeed import rules
 from shardwise.config.deepspeed.batch import BatchSizes, put_batch
-from shardwise.config.deepspeed.plan import MISSING, KeyAccount, NoEffect, PartialTranslation, Verdict, find, show
+from shardwise.config.deepspeed.plan import KeyAccount, NoEffect, PartialTranslation, Verdict, show
 from shardwise.config.deepspeed.table import TABLE, Key
 from shardwise.config.explain import near_file
+from shardwise.config.paths import ABSENT, find
 from shardwise.core.errors import UserError, together
 
 
@@ -47,7 +49,7 @@ def translate(
     plan = PartialTranslation(config, ranks, run or {}, file, forgiving)
     keys = dict(_met(plan, config))
     order = {path: place for place, path in enumerate(TABLE)}
-    if find(config, "zero_optimization.stage") is MISSING and not isinstance(config.get("zero_optimization"), bool):
+    if find(config, "zero_optimization.stage") is ABSENT and not isinstance(config.get("zero_optimization"), bool):
         plan.put_default("zero_optimization.stage", "parallel.zero", 0)
     for path in sorted(keys, key=lambda p: order[_row(p).path]):
         with _collected(plan):
@@ -188,7 +190,7 @@ def _defaults(plan: PartialTranslation) -> None:
     rules.optimizer_defaults(plan)
     rules.schedule_defaults(plan)
     blocks = [find(plan.config, f"{name}.enabled") for name in ("fp16", "bf16", "bfloat16")]
-    if all(value is MISSING for value in blocks):
+    if all(value is ABSENT for value in blocks):
         plan.put_default("fp16, bf16", "precision", "fp32")
     if blocks[0] in (True, "auto"):
         plan.put_default("fp16.loss_scale_window", "loss_scale.growth_interval", 1000)
@@ -198,6 +200,7 @@ def _defaults(plan: PartialTranslation) -> None:
 def line(entry: KeyAccount, run: dict[str, Any] | None = None) -> tuple[str, str, str]:
     """One entry as three columns: key and value, verdict, action; with the resolved run, also the value of "auto"."""
     key = f"{entry.key}: {show(entry.value)}" if entry.given else f"({entry.key})"
-    final = find(run, entry.auto) if run and entry.auto else MISSING
-    answer = "" if final is MISSING or f"{entry.auto}: {show(final)} " in entry.done else f" → {show(final)}"
+    final = find(run, entry.auto) if run and entry.auto else ABSENT
+    known = final is ABSENT or f"{written(entry.auto or '')}: {show(final)} " in entry.done
+    answer = "" if known else f" → {show(final)}"
     return key, entry.verdict, entry.done + answer

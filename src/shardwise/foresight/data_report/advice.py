@@ -154,7 +154,7 @@ def _packing(statistics: DataStatistics) -> list[Notice]:
     if packing.documents <= packing.window:
         return []  # all were there to choose from: their lengths do not add up, and no setting would change that
     text += f": {packing.window:,} documents at a time are too few to choose from"
-    return [Notice("packing", "", f"{text}; raise data.packing_window")]
+    return [Notice("packing", "", f"{text}; raise advanced.data.packing_window")]
 
 
 def _batch(statistics: DataStatistics) -> list[Notice]:

@@ -15,6 +15,7 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
+from shardwise.config.advanced import as_written
 from shardwise.config.load import LoadedRun, load_run
 from shardwise.config.paths import place
 from shardwise.config.resolve import Machine, resolve_machine, resolve_model, resolve_objective, task_wanted
@@ -332,4 +333,4 @@ def run_yaml(plan: Plan, values: dict[str, Any], is_file: bool) -> str:
     comments = "\n".join(f"# {line}" for line in [headline(plan.best.estimate), *reasons(plan)])
     cluster = plan.cluster
     head = f"# Planned for {cluster.nodes} × {cluster.per_node} × {cluster.device.name}."
-    return f"{head}\n{comments}\n{yaml.safe_dump(document, sort_keys=False, allow_unicode=True, width=120)}"
+    return f"{head}\n{comments}\n{yaml.safe_dump(as_written(document), sort_keys=False, allow_unicode=True, width=120)}"

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from shardwise.config.advanced import written
 from shardwise.config.paths import place
 from shardwise.config.schema import Run
 from shardwise.config.units import human
@@ -33,7 +34,7 @@ class Remedy:
 
     def describe(self, before: Estimate) -> str:
         """Returns the settings as on the command line, what they save, and what they cost."""
-        overrides = " ".join(f"{path}={value}" for path, value in self.settings.items())
+        overrides = " ".join(f"{written(path)}={value}" for path, value in self.settings.items())
         saved = before.peak - self.estimate.peak
         slower = self.estimate.time.seconds / before.time.seconds - 1
         cost = f"{slower:+.0%} time per step" if abs(slower) >= 0.01 else "no slower"

@@ -84,7 +84,7 @@ def find_parameters(named: Mapping[str, nn.Parameter], patterns: Sequence[str], 
 def ia3_targets(model: nn.Module, targets: Sequence[str] | None, feedforward: Sequence[str] | None) -> dict[str, bool]:
     """Returns the layers that get IA3 factors, and whether those scale their inputs."""
     scaled = _given_or_known(model, targets, KEYS_AND_VALUES, "method.target_modules")
-    inner = _given_or_known(model, feedforward, FEEDFORWARD, "method.feedforward_modules")
+    inner = _given_or_known(model, feedforward, FEEDFORWARD, "advanced.method.feedforward_modules")
     chosen = dict.fromkeys(scaled, False) | dict.fromkeys(inner, True)
     return {name: chosen[name] for name, _ in model.named_modules() if name in chosen}
 

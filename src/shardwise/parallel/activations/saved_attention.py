@@ -50,8 +50,8 @@ class SavedAttention:
         if self.any_saved or self.last is None or self.last.outputs:
             return []
         return [
-            "recompute_attention: false kept nothing: "
-            "no row was one document, or this model's attention is its own"
+            "advanced.memory.recompute_attention: false kept nothing: no row was one document, "
+            "or this model's attention is its own"
         ]
 
 

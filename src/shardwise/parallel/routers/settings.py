@@ -45,7 +45,7 @@ def choose(run: Run, routers: Routers | None, model: nn.Module) -> Chosen:
     if run.router.balance != "document" and not aux:
         problem = "is for the auxiliary loss, and there is none"
         remedy = "set router.aux_loss, or leave it out"
-        raise UserError("router.balance", run.router.balance, problem, remedy)
+        raise UserError("advanced.router.balance", run.router.balance, problem, remedy)
     return Chosen(aux, z, _bias_update(run, routers, model, why), why)
 
 

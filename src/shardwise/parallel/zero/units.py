@@ -110,10 +110,10 @@ def explain_shard_access(bucket: int | None) -> Iterator[None]:
             raise
         problem = (
             "a module of this model uses parameters of another without calling it, "
-            "so it cannot be divided so far"
+            "so it cannot be sharded so far"
         )
         remedy = "use a larger bucket, or leave it out"
-        raise UserError("parallel.bucket", bucket, problem, remedy) from error
+        raise UserError("advanced.bucket", bucket, problem, remedy) from error
 
 
 class _Parts:
