@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-
 LONGEST = (
     "parallel/test_parity.py",
     "survive/test_runs.py",
@@ -23,7 +22,7 @@ LONGEST = (
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks what tests/slow.txt lists, puts the longest files first; skips runs that the version of torch is refused for."""
+    """Marks what tests/slow.txt lists, skips runs that the torch version is refused for; the longest files first."""
     from shardwise.config.axes import ZBV_SINCE, torch_version
 
     here = Path(__file__).parent

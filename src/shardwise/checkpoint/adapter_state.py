@@ -66,9 +66,7 @@ def lacks_base(checkpoint: Path) -> bool:
     return holds_adapter(checkpoint) or (bool(run.get("freeze")) and run["model"]["name"] is not None)
 
 
-def stored_tensors(
-    checkpoint: Path, reader: SafeReader | None = None
-) -> dict[str, tuple[torch.Size, torch.dtype]]:
+def stored_tensors(checkpoint: Path, reader: SafeReader | None = None) -> dict[str, tuple[torch.Size, torch.dtype]]:
     """Returns the shapes and dtypes of the model's tensors in a checkpoint."""
     metadata = (reader or SafeReader(checkpoint / STATE)).read_metadata().state_dict_metadata
     entries: dict[str, Any] = {n.removeprefix(PREFIX): e for n, e in metadata.items() if n.startswith(PREFIX)}
