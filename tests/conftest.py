@@ -10,14 +10,25 @@ from typing import Any
 
 import pytest
 
+LONGEST = (
+    "parallel/test_parity.py",
+    "survive/test_runs.py",
+    "launch/test_local.py",
+    "launch/test_torchrun.py",
+    "config/test_renamed.py",
+    "train/test_epochs.py",
+)
+
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks what tests/slow.txt lists; skips runs that the version of torch is refused for."""
+    """Marks what tests/slow.txt lists, skips runs that the torch version is refused for; the longest files first."""
     from shardwise.config.axes import ZBV_SINCE, torch_version
 
     here = Path(__file__).parent
     wanted = set((here / "slow.txt").read_text().splitlines())
+    # Two workers end together if the longest files (half a minute and more on two cores) do not begin last.
+    items.sort(key=lambda item: str(item.path.relative_to(here)) not in LONGEST)
     for item in items:
         if f"tests/{item.path.relative_to(here)}::{item.nodeid.partition('::')[2]}" in wanted:
             item.add_marker(pytest.mark.slow)

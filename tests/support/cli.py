@@ -84,8 +84,8 @@ def finish(process: subprocess.Popen[str], timeout: float = 240) -> tuple[int, s
 
 
 def train(file: Path, *overrides: str, env: Mapping[str, str] | None = None) -> tuple[int, str, str]:
-    """Runs `shardwise train` to its end."""
-    return finish(start(file, *overrides, env=env))
+    """Runs `shardwise train` to its end; with an environment of its own, in a process that imports everything anew."""
+    return finish(start(file, *overrides, env=env)) if env else command("train", file, *overrides)
 
 
 def steps_done(output: Path) -> int:

@@ -20,7 +20,6 @@ from support.families import config_of
 from support.tiny import changed, saved_model
 
 STEPS = 5
-MICRO_BATCHES = 4  # of each rank in a step, on four ranks that see different data
 CLIP = 0.25
 # Shares of the peak rate: two steps of warm-up, then a cosine over the other three.
 RATES = [0.5, 1.0, 1.0, 0.75, 0.25]
@@ -51,14 +50,18 @@ def write_models(folder: Path) -> None:
 
 
 def the_run(folder: Path, name: str, family: str = "llama", **changes: Any) -> dict[str, Any]:
-    """Five steps of 16 rows of two packed documents each; `changes` are dotted paths with __ for dots."""
+    """Five steps of 16 rows of two packed documents each; `changes` are dotted paths with __ for dots.
+
+    Ranks that share data take as many rows at once: on four ranks a step is four micro-batches along every axis.
+    """
+    sharing = math.prod(changes.get(f"parallel__{axis}", 1) for axis in ("tensor", "pipeline", "context"))
     run: dict[str, Any] = {
         "model": str(folder / family),
         "data": {"train": str(folder / "rows.jsonl"), "sequence_length": 80, "packing": True},
         "train": {
             "steps": STEPS,
             "batch_size": 16,
-            "micro_batch_size": 1,
+            "micro_batch_size": sharing,
             "learning_rate": 3e-3,
             "warmup": 2,
             "max_grad_norm": CLIP,

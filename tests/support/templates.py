@@ -467,11 +467,12 @@ FAMILIES: dict[str, Family] = {
 
 @lru_cache
 def smollm2() -> Any:
-    """The tokenizer of the embedded model."""
+    """The tokenizer of the embedded model, whose weights are not converted for it (half a minute, once)."""
     from shardwise.config.schema import Model
-    from shardwise.nn.models.source import find_model
+    from shardwise.nn.models.source import EMBEDDED, find_model
+    from support.tiny import LLAMA
 
-    return find_model(Model(name="smollm2-135m-instruct")).load_tokenizer()
+    return find_model(Model(config=dict(LLAMA), tokenizer=EMBEDDED)).load_tokenizer()
 
 
 @lru_cache

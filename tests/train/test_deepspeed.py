@@ -32,8 +32,7 @@ def test_the_example_trains_with_no_edit(tmp_path: Path, monkeypatch: pytest.Mon
     del run["train"]["max_grad_norm"], run["precision"]
     file = cli.write_run(tmp_path, run)
     monkeypatch.chdir(tmp_path)  # the example writes its CSV files below the folder it is run in
-    monkeypatch.setenv("COLUMNS", "250")
-    code, out, err = cli.train(file, f"parallel.deepspeed={EXAMPLE}")
+    code, out, err = cli.train(file, f"parallel.deepspeed={EXAMPLE}", env={"COLUMNS": "250"})
     assert code == 0, err
     for key in keys(json.loads(EXAMPLE.read_text())):
         assert f" {key}: " in out or f"\n{key}: " in out, f"{key} is missing in what was printed"

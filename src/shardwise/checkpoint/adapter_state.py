@@ -66,18 +66,20 @@ def lacks_base(checkpoint: Path) -> bool:
     return holds_adapter(checkpoint) or (bool(run.get("freeze")) and run["model"]["name"] is not None)
 
 
-def stored_tensors(checkpoint: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
+def stored_tensors(checkpoint: Path, reader: SafeReader | None = None) -> dict[str, tuple[torch.Size, torch.dtype]]:
     """Returns the shapes and dtypes of the model's tensors in a checkpoint."""
-    metadata = SafeReader(checkpoint / STATE).read_metadata().state_dict_metadata
+    metadata = (reader or SafeReader(checkpoint / STATE)).read_metadata().state_dict_metadata
     entries: dict[str, Any] = {n.removeprefix(PREFIX): e for n, e in metadata.items() if n.startswith(PREFIX)}
     return {name: (entry.size, entry.properties.dtype) for name, entry in entries.items()}
 
 
-def read_tensor(checkpoint: Path, name: str, size: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-    """Returns one of a checkpoint's tensors."""
-    tensor = torch.empty(size, dtype=dtype)
-    load_tensors(checkpoint, {PREFIX + name: tensor}, None)
-    return tensor
+def read_tensors(
+    checkpoint: Path, entries: dict[str, tuple[torch.Size, torch.dtype]], reader: SafeReader
+) -> dict[str, torch.Tensor]:
+    """Returns some of a checkpoint's tensors."""
+    tensors = {name: torch.empty(size, dtype=dtype) for name, (size, dtype) in entries.items()}
+    load_tensors(checkpoint, {PREFIX + name: tensor for name, tensor in tensors.items()}, None, reader)
+    return tensors
 
 
 def checkpoint_plan(checkpoint: Path) -> AdapterPlan | None:
@@ -93,7 +95,8 @@ def write_adapter(checkpoint: Path, folder: Path, kind: torch.dtype | None) -> N
     from safetensors.torch import save_file
 
     config = json.loads((checkpoint / MODEL / CONFIG).read_text())
-    tensors = {n: read_tensor(checkpoint, n, *entry) for n, entry in stored_tensors(checkpoint).items()}
+    reader = SafeReader(checkpoint / STATE)
+    tensors = read_tensors(checkpoint, stored_tensors(checkpoint, reader), reader)
     shutil.copytree(checkpoint / MODEL, folder, ignore=shutil.ignore_patterns(RECORD, FILES, "*.py"))
     for not_here in ("config.json", "generation_config.json"):  # the base's
         (folder / not_here).unlink(missing_ok=True)

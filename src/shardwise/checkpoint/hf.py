@@ -20,7 +20,7 @@ from shardwise.checkpoint.adapter_state import (
     holds_adapter,
     lacks_base,
     read_run,
-    read_tensor,
+    read_tensors,
     stored_tensors,
     write_adapter,
 )
@@ -28,6 +28,7 @@ from shardwise.checkpoint.folders import list_checkpoints
 from shardwise.checkpoint.store import MODEL, RUN, STATE, check_whole, read_trainer
 from shardwise.config.resolve import task_wanted
 from shardwise.core.errors import RunFailed, UserError
+from shardwise.core.safe_pickle import SafeReader
 from shardwise.data.fingerprint import FILE, check_fingerprint
 from shardwise.nn.adapters.merge import Merger, find_base
 from shardwise.nn.adapters.peft import CONFIG, is_adapter
@@ -285,10 +286,11 @@ def _trained(
     checkpoint: Path,
 ) -> tuple[dict[str, tuple[torch.Size, torch.dtype]], Callable[[str], torch.Tensor], Any]:
     """What the model consists of, how to read it (from checkpoint and base), and the model itself on `meta`."""
-    stored = stored_tensors(checkpoint)
+    reader = SafeReader(checkpoint / STATE)
+    stored = stored_tensors(checkpoint, reader)
 
     def read(name: str) -> torch.Tensor:
-        return read_tensor(checkpoint, name, *stored[name])
+        return read_tensors(checkpoint, {name: stored[name]}, reader)[name]
 
     run = read_run(checkpoint)
     if not lacks_base(checkpoint):

@@ -48,11 +48,17 @@ def global_in(error: BaseException) -> str | None:
 class SafeReader(FileSystemReader):
     """PyTorch's reader, with safe loading of the index."""
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._indexes: dict[Any, Metadata] = {}  # each load asks for it, an export loads tensor by tensor
+
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Returns the index of the checkpoint."""
         path = index_path(self, kwargs.get("rank"))
-        with self.fs.create_stream(path, "rb") as stream:
-            metadata = read_index(stream.read(), Path(self.path))
+        if path not in self._indexes:
+            with self.fs.create_stream(path, "rb") as stream:
+                self._indexes[path] = read_index(stream.read(), Path(self.path))
+        metadata = self._indexes[path]
         meta = getattr(metadata, "storage_meta", None) or StorageMeta()
         meta.load_id = self.load_id
         metadata.storage_meta = meta

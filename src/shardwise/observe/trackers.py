@@ -47,7 +47,8 @@ class Trackers:
     """All trackers of a run; `put` never blocks, `troubles` returns failures to report."""
 
     def __init__(self, openers: dict[str, Open], output: Path, settings: dict[str, Any], step: int) -> None:
-        redacted = {name: redact(str(value))[:LONGEST] for name, value in flat(settings)}
+        settings_of_all = flat(settings) if openers else ()
+        redacted = {name: redact(str(value))[:LONGEST] for name, value in settings_of_all}
         self._lanes = [_Lane(name, opener, output, redacted, step) for name, opener in openers.items()]
 
     def put(self, record: Record) -> None:

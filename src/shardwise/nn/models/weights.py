@@ -57,10 +57,11 @@ def match_names(model: nn.Module, stored: dict[str, Path]) -> dict[str, str] | N
     optional = [n for n, _ in model.named_buffers() if n in persistent]
     result = {}
     new = head_parameters(model)
+    tied = _tied_names(model)
     missing = False
     for name in required + optional:
         bare = name.removeprefix(prefix + ".")
-        aliases = [name, bare, f"{prefix}.{name}", *_tied_names(model, name)]
+        aliases = [name, bare, f"{prefix}.{name}", *tied.get(name, ())]
         stored_name = next((alias for alias in aliases if alias in stored), None)
         if stored_name is not None:
             result[name] = stored_name
@@ -73,7 +74,8 @@ def match_names(model: nn.Module, stored: dict[str, Path]) -> dict[str, str] | N
 
 def _unclaimed(model: nn.Module, names: dict[str, str], stored: Collection[str]) -> set[str]:
     """Tensors of the files that match no parameter, under any name that it is tied to, and no buffer."""
-    tied = {alias for name in names for alias in _tied_names(model, name)}
+    every = _tied_names(model)
+    tied = {alias for name in names for alias in every.get(name, ())}
     return set(stored) - set(names.values()) - tied
 
 
@@ -85,11 +87,12 @@ def new_parameters(model: nn.Module, folder: Path) -> list[str]:
     return [name for name, _ in model.named_parameters() if name not in names and not is_added(name)]
 
 
-def _tied_names(model: nn.Module, name: str) -> list[str]:
-    target = model.get_parameter(name) if name in dict(model.named_parameters()) else None
-    if target is None:
-        return []
-    return [n for n, p in model.named_parameters(remove_duplicate=False) if p is target and n != name]
+def _tied_names(model: nn.Module) -> dict[str, list[str]]:
+    """The other names of each tied parameter, by its first."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return {first: others for first, *others in names.values() if others}
 
 
 def check_shapes(model: nn.Module, folder: Path) -> None:
