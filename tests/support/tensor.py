@@ -64,6 +64,7 @@ def two_by_two(kinds: list[tuple[str, Any]], stage: int = 3) -> dict[str, tuple[
     from shardwise.nn.tiny.case import LossAndGradients, gradients_of, judge, units_of
     from shardwise.objectives.head import token_losses
     from shardwise.parallel.tensor.apply import divide_tensor
+    from shardwise.parallel.tensor.local_trial import try_locally
     from shardwise.parallel.tensor.roles import find_roles
     from shardwise.parallel.tiny_reference import alone
     from shardwise.parallel.zero.stages import ShardedModel, shard_model
@@ -73,7 +74,7 @@ def two_by_two(kinds: list[tuple[str, Any]], stage: int = 3) -> dict[str, tuple[
     for kind, task in kinds:
         case = case_of(kind, task)
         roles, model = find_roles(case.model()), on_meta(case.model())
-        tensor = divide_tensor(model, roles, root["tensor"])
+        tensor = divide_tensor(model, roles, root["tensor"], local=try_locally(case, roles))
         blocks = find_blocks(model)
         for _, block in blocks:
             checkpoint(block)
@@ -98,6 +99,45 @@ def two_by_two(kinds: list[tuple[str, Any]], stage: int = 3) -> dict[str, tuple[
         verdict = judge(LossAndGradients(total.item(), gradients_of(model)), alone(case))
         found[kind] = (verdict.loss, verdict.gradient, verdict.module)
     return found
+
+
+def local_blocks(kinds: list[str], width: int) -> dict[str, tuple[float, float, int, int]]:
+    """Distance from one process (loss, gradient), local blocks, and how many ran locally, for rows of `width`."""
+    from shardwise.nn.tiny.case import LossAndGradients, gradients_of, judge, units_of
+    from shardwise.objectives.head import token_losses
+    from shardwise.parallel.tensor.apply import divide_tensor
+    from shardwise.parallel.tensor.local_trial import try_locally
+    from shardwise.parallel.tensor.roles import find_roles
+
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tensor",))
+    results = {}
+    for kind in kinds:
+        case = case_of(kind)
+        roles, model = find_roles(case.model()), case.model()
+        inputs, labels = case.inputs(width=width), case.labels(width=width).flatten()
+        tensor = divide_tensor(model, roles, mesh, local=try_locally(case, roles))
+        ran = []
+        for local in tensor.local.values():
+            local.compute = _counted(local.compute, ran)
+        with tensor.active():
+            logits = model(**tensor.inputs(inputs), use_cache=False).logits
+            loss = token_losses(logits.flatten(0, 1), labels).sum() / units_of(labels)
+            loss.backward()
+        own = LossAndGradients(loss.item(), gradients_of(model))
+        single = case.model()
+        expected = token_losses(single(**inputs, use_cache=False).logits.flatten(0, 1), labels).sum() / units_of(labels)
+        expected.backward()
+        verdict = judge(own, LossAndGradients(expected.item(), gradients_of(single)))
+        results[kind] = (verdict.loss, verdict.gradient, len(tensor.local), len(ran))
+    return results
+
+
+def _counted(compute: Any, calls: list[Any]) -> Any:
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        calls.append(args)
+        return compute(*args, **kwargs)
+
+    return counted
 
 
 def parts_filled() -> list[str]:

@@ -31,6 +31,9 @@ CASES: dict[str, dict[str, Any]] = {
     "recomputed": {"recompute": "full"},
     "recomputed lightly": {"recompute": "light"},
     "experts": {"model": {"config": QWEN3_MOE, "tokenizer": "none"}, "precision": "bf16"},
+    "tensor": {"ranks": 2, "parallel": {"tensor": 2, "zero": 2}},
+    "tensor recomputed": {"ranks": 2, "parallel": {"tensor": 2, "zero": 2}, "recompute": "full"},
+    "pipeline": {"ranks": 2, "parallel": {"pipeline": 2, "zero": 2}},
     "routers": ROUTERS,
     "routers recomputed": ROUTERS | {"recompute": "full"},
 }
@@ -41,10 +44,10 @@ def test_a_block_is_one_graph(case: str) -> None:
     run = {
         "model": {"config": LLAMA, "tokenizer": "none"}, "data": {"train": "none", "sequence_length": 64},
         "objective": "causal", "precision": "fp32", "device": "cpu", "ranks": 1, "backend": "gloo", "compile": True,
-        "train": {"batch_size": 2, "micro_batch_size": 2, "steps": 2}, "parallel": {"zero": 2},
+        "train": {"batch_size": 4, "micro_batch_size": 2, "steps": 2}, "parallel": {"zero": 2},
     } | CASES[case]  # fmt: skip
     (norms, broken), (plain, _) = (
-        run_ranks(steps_compiled, 1, run | {"compile": compiled})[0] for compiled in (True, False)
+        run_ranks(steps_compiled, run["ranks"], run | {"compile": compiled})[0] for compiled in (True, False)
     )
     print(case, norms, plain, broken)
     assert not broken

@@ -44,6 +44,7 @@ from shardwise.parallel.pipeline.cut import sizes_of
 from shardwise.parallel.pipeline.schedule import schedule_of
 from shardwise.parallel.routers.install import install_routers
 from shardwise.parallel.tensor.apply import divide_tensor
+from shardwise.parallel.tensor.local_trial import try_locally
 from shardwise.parallel.tensor.roles import find_roles
 from shardwise.parallel.zero.overlap import CommSettings, install_overlap, requested_comm
 from shardwise.parallel.zero.plusplus import install_collectives
@@ -223,10 +224,14 @@ def shard_tensors(a: Assembly) -> str | None:
     if a.world.tensor is None:
         return None
     try:
-        a.context.tensor = divide_tensor(a.model, find_roles(a.case.model()), a.world.tensor)
+        roles = find_roles(a.case.model())
+        local = try_locally(a.case, roles)
+        a.context.tensor = divide_tensor(a.model, roles, a.world.tensor, local=local)
     except CannotParallelize as refusal:
         raise AxisRefused("tensor", refusal) from None
-    return f"over {a.world.tensor.size()} ranks"
+    local = sum(block in a.context.tensor.local for _, block in a.blocks)
+    ranks = a.world.tensor.size()
+    return f"over {ranks} ranks, {local} of {len(a.blocks)} blocks on plain tensors"
 
 
 def shard_sequences(a: Assembly) -> str | None:
@@ -307,9 +312,17 @@ def compile_blocks(a: Assembly) -> str | None:
     if not a.run.compiled:
         return None
     failures: list[str] = []
+    light = a.run.recompute == "light"
+    count = 0
     for _, block in a.blocks:
-        block.forward = compiled(block.forward, a.run.recompute == "light", failures)
-    return f"{len(a.blocks)} blocks"
+        if a.context.tensor is None:
+            block.forward = compiled(block.forward, light, failures)
+        elif (local := a.context.tensor.local.get(block)) is not None:
+            local.compute = compiled(local.compute, light, failures)
+        else:  # DTensors run as they are written
+            continue
+        count += 1
+    return f"{count} of {len(a.blocks)} blocks"
 
 
 def fully_shard_experts(a: Assembly) -> str | None:

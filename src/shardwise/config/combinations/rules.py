@@ -108,7 +108,7 @@ BESIDE_AXES = (
     _rule("train.optimizer_state", (f.BF16_STATES, DIVIDED), WHOLE_WEIGHTS, WANTS_PLAIN),
     _rule("train.optimizer_in_backward", (f.IN_BACKWARD, f.AXES), "does not go with {axes}", "leave it out"),
     _rule("train.master_weights", (f.SPLIT_MASTERS, f.AXES), "does not go with {axes}", "leave it out"),
-    _rule("compile", (f.COMPILE, (f.TENSOR, *f.SCHEDULES)), "does not go with {axes} yet", "set compile: false"),
+    _rule("compile", (f.COMPILE, f.ZBV), "a backward in two parts takes no compiled block", "set compile: false"),
     _rule("precision", (f.FP16, DIVIDED), "is not offered with {axes}", "use precision: bf16 or fp32"),
     _rule("fp8", (f.FP8, f.TENSOR), "does not go with {axes} yet", NO_FP8, shown="fp8.recipe"),
     _rule("method.multiply", (f.MULTIPLY, f.TENSOR), "does not go with {axes} yet", "leave it out"),

@@ -104,6 +104,27 @@ def __getattr__(name: str) -> Any:
     return value
 
 
+# Collectives that the compiler knows: a group is given by its name.
+
+
+def all_gather_flat(x: torch.Tensor, size: int, group: str) -> torch.Tensor:
+    """Concatenates the tensors of a group's ranks along the first dim."""
+    ops = torch.ops._c10d_functional
+    return ops.wait_tensor(ops.all_gather_into_tensor(x, size, group))  # type: ignore[no-any-return]
+
+
+def reduce_scatter_flat(x: torch.Tensor, size: int, group: str) -> torch.Tensor:
+    """This rank's part, along the first dim, of the sum over a group's ranks."""
+    ops = torch.ops._c10d_functional
+    return ops.wait_tensor(ops.reduce_scatter_tensor(x, "sum", size, group))  # type: ignore[no-any-return]
+
+
+def all_reduce_flat(x: torch.Tensor, group: str) -> torch.Tensor:
+    """The sum over a group's ranks."""
+    ops = torch.ops._c10d_functional
+    return ops.wait_tensor(ops.all_reduce(x, "sum", group))  # type: ignore[no-any-return]
+
+
 # Operators.
 
 foreach_add_ = torch._foreach_add_  # many tensors in one call: the arithmetic of the optimizers

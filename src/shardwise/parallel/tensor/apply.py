@@ -9,19 +9,24 @@ gathers and two scatters per block and direction. layers.py has the forwards of 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
+from shardwise.config.axes import HEADS, first_of
 from shardwise.core.compat.torch_private import compute_local_shape_and_global_offset
 from shardwise.nn.adapters.layers import AdapterLayer, is_linear, is_transposed
 from shardwise.nn.models.build import find_blocks
 from shardwise.nn.tiny.case import CannotParallelize
 from shardwise.parallel.tensor.layers import TensorParallel, exchange
 from shardwise.parallel.tensor.local import wrap
+from shardwise.parallel.tensor.local_blocks import LocalBlock, Slot
+from shardwise.parallel.tensor.local_trial import Kind, LocalKind, kind_of
 from shardwise.parallel.tensor.quantized import can_slice, full_features, is_packed, slice_packed
 from shardwise.parallel.tensor.roles import Role, Roles, pattern_of
 
@@ -29,13 +34,20 @@ __all__ = ["TensorParallel", "divide_tensor"]
 
 
 def divide_tensor(
-    model: nn.Module, roles: Roles, mesh: DeviceMesh, sequence: bool = True
+    model: nn.Module,
+    roles: Roles,
+    mesh: DeviceMesh,
+    sequence: bool = True,
+    local: Mapping[Kind, LocalKind] = MappingProxyType({}),
 ) -> TensorParallel:
     """Shards a model in place over `mesh` and returns what its forward has to run under.
 
-    Takes no memory for a model on `meta`. `roles` are those of an unsharded model of its class.
+    Takes no memory for a model on `meta`. `roles` are those of an unsharded model of its class,
+    and `local` says which kinds of blocks may run on plain tensors.
     """
     tensor = TensorParallel(mesh, sequence)
+    blocks = dict(find_blocks(model))
+    own_forwards = {name: block.forward for name, block in blocks.items()}
     role_of = {role.name: role for role in roles.parts}
     modules = {name: module for name, module in model.named_modules() if not _is_hollow(module)}
     # Modules that expert parallelism has sharded already.
@@ -62,8 +74,61 @@ def divide_tensor(
         _replace_forward(tensor, module, cuts[name])
         if cuts[name] == "whole" and _has_matrix(module):
             tensor.unsharded[name] = _reason(module, role_of.get(pattern_of(name)))
-    _hook_blocks(tensor, dict(find_blocks(model)), layers, cuts)
+    _hook_blocks(tensor, blocks, layers, cuts)
+    if sequence and _divides_heads(model, mesh.size()):
+        for name, block in blocks.items():
+            known = local.get(kind_of(block))
+            if known is not None and not known.refusal and _may_run_locally(block):
+                _run_locally(tensor, name, block, own_forwards[name], known, cuts)
     return tensor
+
+
+def _divides_heads(model: Any, ranks: int) -> bool:
+    """Whether each rank has as many heads, of keys too."""
+    text = model.config.get_text_config(decoder=True)
+    heads = first_of(text, HEADS) or 0
+    key_heads = getattr(text, "num_key_value_heads", None) or heads
+    return heads % ranks == 0 and key_heads % ranks == 0
+
+
+def _may_run_locally(block: nn.Module) -> bool:
+    """Whether a block has nothing beside the layers that were tried: adapters, dropout."""
+    for module in block.modules():
+        if isinstance(module, AdapterLayer) or is_packed(module):
+            return False
+        if getattr(module, "p", 0) and isinstance(module, nn.Dropout):
+            return False
+        for name, value in vars(module).items():
+            if "dropout" in name and isinstance(value, float) and value:
+                return False
+    return all(isinstance(p, DTensor) for p in block.parameters())
+
+
+def _run_locally(
+    tensor: TensorParallel,
+    name: str,
+    block: nn.Module,
+    compute: Callable[..., Any],
+    known: LocalKind,
+    cuts: Mapping[str, str],
+) -> None:
+    slots = []
+    attributes: dict[nn.Module, dict[str, int]] = {}
+    for inner, module in block.named_modules():
+        cut = cuts.get(f"{name}.{inner}" if inner else name, "whole")
+        for key in module._parameters:
+            if module._parameters[key] is not None:
+                slots.append(Slot(module, key, once=cut == "row" and key == "bias"))
+        shares = known.shares.get(inner, ())
+        counts = {share: vars(module)[share] // tensor.mesh.size() for share in shares}
+        if cut == "column" and is_transposed(module):
+            counts["nf"] = vars(module)["nf"] // tensor.mesh.size()
+        if counts:
+            attributes[module] = counts
+    tensor.local[block] = LocalBlock(
+        tensor.run, tensor.mesh, compute, block.forward, tuple(slots), attributes
+    )
+    block.forward = tensor.local[block]
 
 
 def _hook_blocks(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from shardwise.parallel.tensor.local import (
     local_parameters,
     offset_of,
+    on_mesh,
     redistribute_local,
     to_whole,
     wrap,
@@ -48,8 +48,8 @@ def local_heads(mesh: DeviceMesh) -> Iterator[None]:
 
     registered = AttentionInterface()["sdpa"]
     original = F.scaled_dot_product_attention
-    AttentionInterface.register("sdpa", partial(_registered_attention, mesh, registered))
-    F.scaled_dot_product_attention = partial(_torch_attention, mesh, original)
+    AttentionInterface.register("sdpa", on_mesh(_registered_attention, mesh, registered))
+    F.scaled_dot_product_attention = on_mesh(_torch_attention, mesh, original)
     try:
         yield
     finally:

@@ -35,6 +35,7 @@ from shardwise.parallel.tensor.local import (
     to_whole,
     wrap,
 )
+from shardwise.parallel.tensor.local_blocks import LocalBlock, LocalRun, gather_inputs, ranks_of
 from shardwise.parallel.tensor.quantized import is_packed
 from shardwise.parallel.tensor.rng import local_dropout, own_stream
 
@@ -50,7 +51,7 @@ class TensorParallel:
     """A model sharded over a tensor-parallel axis.
 
     `unsharded`: the modules that every rank computes in full, and why. `sequence`: shard the hidden
-    states between layers along the sequence.
+    states between layers along the sequence. `local`: blocks that run on plain tensors.
     """
 
     def __init__(self, mesh: DeviceMesh, sequence: bool) -> None:
@@ -62,6 +63,8 @@ class TensorParallel:
         )  # column-cut layers whose outputs are gathered
         self._tried: set[str] = set()  # modules that have run once
         self._plain: set[str] = set()  # modules that fell back to plain tensors
+        self.run = LocalRun(ranks_of(mesh))
+        self.local: dict[nn.Module, LocalBlock] = {}
         self._inside = False  # whether a module that computes on plain tensors is running
         add_rules()
 
@@ -81,6 +84,8 @@ class TensorParallel:
 
     def column(self, module: Any, width: int, forward: Forward, x: torch.Tensor) -> torch.Tensor:
         """Forward of a layer whose `width` outputs are sharded."""
+        if self.run.width:
+            return self.run.column(forward, x)  # type: ignore[no-any-return]
         if self._inside:
             return forward(x)  # type: ignore[no-any-return]
         local = to_local(gather(to_whole(x, self.mesh)), Partial())
@@ -94,6 +99,8 @@ class TensorParallel:
 
     def row(self, module: Any, forward: Forward, x: torch.Tensor) -> torch.Tensor:
         """Forward of a layer whose inputs are sharded: the outputs of all ranks are summed."""
+        if self.run.width:
+            return self.run.row(forward, x)  # type: ignore[no-any-return]
         if self._inside:
             return forward(x)  # type: ignore[no-any-return]
         local = redistribute_local(to_whole(x, self.mesh), Shard(x.ndim - 1))
@@ -134,7 +141,7 @@ class TensorParallel:
         self, name: str, module: nn.Module, forward: Forward, *args: Any, **kwargs: Any
     ) -> Any:
         """Forward of a module whose code DTensor may not be able to run; see [Note: fallback]."""
-        if self._inside:
+        if self._inside or self.run.width:
             return forward(*args, **kwargs)
         if name not in self._tried and torch.is_grad_enabled():
             copied_args, copied_kwargs = tree_map(_copied, (args, kwargs))
@@ -176,6 +183,8 @@ class TensorParallel:
 
     def gather_inputs(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Pre-hook of a module that reads hidden states: gathers once for all of its layers."""
+        if self.run.width:
+            return gather_inputs(self.run, module, args, kwargs)
 
         def gathered(x: Any) -> Any:
             if isinstance(x, DTensor) and x.placements == (Shard(1),) and x.ndim == 3:
@@ -186,6 +195,8 @@ class TensorParallel:
 
     def pin_outputs(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Forward hook: replicated outputs get replicated gradients, whatever reads them."""
+        if self.run.width:
+            return output
 
         def pinned(x: Any) -> Any:
             if isinstance(x, DTensor) and x.placements == (Replicate(),) and x.requires_grad:

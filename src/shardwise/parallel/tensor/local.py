@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache, wraps
 from typing import Any
 
 import torch
@@ -97,6 +98,17 @@ def _local_parameter(parameter: DTensor, gradient: Placement) -> torch.Tensor:
         parameter, gradient, placement
     )
     return local
+
+
+@cache
+def on_mesh(replacement: Callable[..., Any], mesh: DeviceMesh, original: Any) -> Any:
+    """A function to put in the place of another; always the same one, for compiled code asks."""
+
+    @wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return replacement(mesh, original, *args, **kwargs)
+
+    return call
 
 
 @contextmanager

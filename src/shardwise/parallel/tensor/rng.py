@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from shardwise.core.compat.torch_private import unset_fake_temporarily
-from shardwise.parallel.tensor.local import to_local, wrap
+from shardwise.parallel.tensor.local import on_mesh, to_local, wrap
 
 STEP = 4  # CUDA generators take offsets that are multiples of 4
 
@@ -60,7 +59,7 @@ def _mixed(seed: int, offset: int, rank: int) -> int:
 def local_dropout(mesh: DeviceMesh) -> Iterator[None]:
     """Within it torch's dropout on sharded DTensors draws from the rank's own stream."""
     original = F.dropout
-    F.dropout = partial(_dropout, mesh, original)
+    F.dropout = on_mesh(_dropout, mesh, original)
     try:
         yield
     finally:

@@ -1,0 +1,342 @@
+"""Tries on a tiny model which blocks compute the same as local blocks (local_blocks.py).
+
+Two ranks are played by two threads whose collectives meet in memory, so that the answer is the same
+everywhere, without processes. Outputs, gradients of inputs and of every parameter are compared with
+the block itself.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.core.compat.torch_private import tree_flatten, tree_leaves, tree_unflatten
+from shardwise.nn.adapters.layers import is_linear, is_transposed
+from shardwise.nn.models.build import find_blocks
+from shardwise.nn.tiny.case import TinyCase
+from shardwise.parallel.tensor.local_blocks import (
+    LocalRun,
+    TensorRanks,
+    along_sequence,
+    gather_inputs,
+)
+from shardwise.parallel.tensor.roles import Roles, pattern_of
+
+SIZE = 2
+TOLERANCE = (
+    1e-4  # of the largest value; norms compute in single precision, errors are 1e-2 and more
+)
+NOISE = 1e-3  # of the largest gradient: smaller ones are compared with that
+PATIENCE = 60.0  # seconds that one thread waits for the other
+
+Kind = tuple[Any, ...]
+Shares = Mapping[str, tuple[str, ...]]  # by module within the block: counts it sees its share of
+
+
+@dataclass(frozen=True)
+class LocalKind:
+    """What is known of blocks of a kind: `shares` if they may run locally, else the reason."""
+
+    shares: Shares
+    refusal: str = ""
+
+
+def kind_of(block: nn.Module) -> Kind:
+    """What blocks that compute alike have in common."""
+    return tuple((pattern_of(name), type(m).__name__) for name, m in block.named_modules())
+
+
+def try_locally(case: TinyCase, roles: Roles) -> dict[Kind, LocalKind]:
+    """Every kind of block of a class of models, and whether it may run locally."""
+    model = case.model()
+    blocks: dict[Kind, tuple[str, nn.Module]] = {}
+    for name, block in find_blocks(model):
+        blocks.setdefault(kind_of(block), (name, block))
+    calls = _calls(model, case, [block for _, block in blocks.values()])
+    kinds = {}
+    for kind, (name, block) in blocks.items():
+        cuts = _cuts(name, block, roles)
+        if isinstance(cuts, str):
+            kinds[kind] = LocalKind({}, cuts)
+        elif block not in calls:
+            kinds[kind] = LocalKind({}, "a block that does not run")
+        else:
+            kinds[kind] = _try(block, cuts, *calls[block])
+    return kinds
+
+
+def _calls(model: Any, case: TinyCase, blocks: list[nn.Module]) -> dict[nn.Module, tuple[Any, Any]]:
+    """The arguments that blocks are first called with."""
+    calls: dict[nn.Module, tuple[Any, Any]] = {}
+
+    def record(block: nn.Module, args: Any, kwargs: Any) -> None:
+        calls.setdefault(block, (args, kwargs))
+
+    handles = [block.register_forward_pre_hook(record, with_kwargs=True) for block in blocks]
+    try:
+        model(**case.inputs(), use_cache=False)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return calls
+
+
+def _cuts(name: str, block: nn.Module, roles: Roles) -> dict[str, str] | str:
+    """How layers of a block are cut, by their names in it; or why it cannot run locally."""
+    by_pattern = {role.name: role for role in roles.parts}
+    cuts = {}
+    for inner, module in block.named_modules():
+        pattern = pattern_of(f"{name}.{inner}" if inner else name)
+        if pattern in roles.plain:
+            return f"{inner or 'its code'} {roles.plain[pattern]}"
+        own = list(module.parameters(recurse=False))
+        if not own:
+            continue
+        role = by_pattern.get(pattern)
+        cut = role.cut if role is not None else "whole"
+        if cut in ("column", "row") and is_linear(module):
+            cuts[inner] = cut
+        elif max(p.ndim for p in own) > 1:
+            return f"{inner} is not cut into columns or rows"
+    return cuts if "row" in cuts.values() else "no layer of it is sharded"
+
+
+def _try(block: nn.Module, cuts: Mapping[str, str], args: Any, kwargs: Any) -> LocalKind:
+    leaves, spec = tree_flatten((args, kwargs))
+    depend = [i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor) and x.requires_grad]
+    if len(depend) != 1 or leaves[depend[0]].ndim != 3:
+        return LocalKind({}, "it reads more than hidden states")
+    if leaves[depend[0]].shape[1] % SIZE:
+        return LocalKind({}, "the tiny model's rows are odd")
+    call = _Call(leaves, spec, depend[0])
+    try:
+        expected = call.run(block)
+    except _NotOne as refusal:
+        return LocalKind({}, str(refusal))
+    why = "its code does not compute on parts"
+    for shares in _possible_shares(block, cuts):
+        try:
+            ranks = _run_ranks(block, cuts, shares, call)
+        except Exception as error:  # whatever a model's own code may raise on parts
+            why = f"{type(error).__name__} on parts: {(str(error).splitlines() or [''])[0][:80]}"
+            continue
+        if why_not := _difference(block, cuts, expected, ranks):
+            why = why_not
+            continue
+        return LocalKind(shares)
+    return LocalKind({}, why)
+
+
+def _possible_shares(block: nn.Module, cuts: Mapping[str, str]) -> Iterator[Shares]:
+    """Counts that modules may have to see their share of: none; of heads; of widths, too."""
+    yield {}
+    heads: dict[str, tuple[str, ...]] = {}
+    widths: dict[str, tuple[str, ...]] = {}
+    owners = {name.rpartition(".")[0] for name in cuts}
+    for owner in owners:
+        module = block.get_submodule(owner)
+        sizes = _cut_sizes(module, owner, cuts)
+        counts = {
+            n: v for n, v in vars(module).items() if type(v) is int and v % SIZE == 0 and v > 0
+        }
+        own_heads = tuple(n for n in counts if _counts_heads(n))
+        heads[owner] = own_heads
+        widths[owner] = (
+            *own_heads,
+            *(n for n, v in counts.items() if v in sizes and n not in own_heads),
+        )
+    if any(heads.values()):
+        yield {owner: names for owner, names in heads.items() if names}
+    if widths != heads:
+        yield {owner: names for owner, names in widths.items() if names}
+
+
+def _counts_heads(name: str) -> bool:
+    return "head" in name and not any(word in name for word in ("dim", "size", "groups"))
+
+
+def _cut_sizes(module: nn.Module, owner: str, cuts: Mapping[str, str]) -> set[int]:
+    sizes = set()
+    for name, child in module.named_children():
+        cut = cuts.get(f"{owner}.{name}" if owner else name)
+        if cut is not None:
+            weight: Any = child.weight
+            sizes.add(weight.shape[_weight_dim(child, cut)])
+    return sizes
+
+
+def _weight_dim(module: Any, cut: str) -> int:
+    return int((cut == "column") == is_transposed(module))
+
+
+class _NotOne(Exception):
+    """A block returns more than hidden states."""
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A block's arguments, and which of them are the hidden states."""
+
+    leaves: list[Any]
+    spec: Any
+    hidden: int
+
+    def run(self, block: nn.Module, part: slice | None = None) -> dict[str, torch.Tensor]:
+        """Output and gradients for (a part of) the hidden states; of parameters by name."""
+        hidden = self.leaves[self.hidden].detach()
+        weights = torch.linspace(-1, 1, hidden.numel(), dtype=hidden.dtype).view(hidden.shape)
+        if part is not None:
+            hidden = hidden[:, part]
+            weights = weights[:, part]
+        hidden = hidden.clone().requires_grad_()
+        leaves = [x.detach() if isinstance(x, torch.Tensor) else x for x in self.leaves]
+        leaves[self.hidden] = hidden * 1  # blocks may write into their input
+        args, kwargs = tree_unflatten(leaves, self.spec)
+        with torch.enable_grad():
+            outputs = [
+                x for x in tree_leaves(block(*args, **kwargs)) if isinstance(x, torch.Tensor)
+            ]
+            outputs = [x for x in outputs if x.requires_grad]
+            if len(outputs) != 1 or outputs[0].shape != hidden.shape:
+                raise _NotOne("it returns more than hidden states")
+            (outputs[0] * weights).sum().backward()
+        values = {"output": outputs[0].detach(), "input": _gradient(hidden)}
+        for name, parameter in block.named_parameters():
+            values[f".{name}"] = _gradient(parameter)
+        return values
+
+
+def _gradient(x: torch.Tensor) -> torch.Tensor:
+    return torch.zeros_like(x) if x.grad is None else x.grad
+
+
+class _Meeting:
+    """Collectives of threads."""
+
+    def __init__(self) -> None:
+        self._barrier = threading.Barrier(SIZE, timeout=PATIENCE)
+        self._given: list[Any] = [None] * SIZE
+
+    def all(self, rank: int, x: torch.Tensor) -> list[torch.Tensor]:
+        self._given[rank] = x.detach()
+        self._barrier.wait()
+        given = list(self._given)
+        self._barrier.wait()
+        return given
+
+    def leave(self) -> None:
+        """After a failure: nobody comes any more."""
+        self._barrier.abort()
+
+    def ranks(self, rank: int) -> TensorRanks:
+        def scatter(x: torch.Tensor) -> torch.Tensor:
+            return torch.stack(self.all(rank, x)).sum(0).chunk(SIZE)[rank].clone()
+
+        both = along_sequence(SIZE, lambda x: torch.cat(self.all(rank, x)), scatter)
+        return TensorRanks(SIZE, rank, *both, lambda x: torch.stack(self.all(rank, x)).sum(0))
+
+
+def _run_ranks(
+    block: nn.Module, cuts: Mapping[str, str], shares: Shares, call: _Call
+) -> list[dict[str, torch.Tensor]]:
+    meeting = _Meeting()
+    width = call.leaves[call.hidden].shape[1] // SIZE
+
+    def run(rank: int) -> dict[str, torch.Tensor]:
+        try:
+            own = _local_copy(block, cuts, shares, meeting.ranks(rank), width)
+            return call.run(own, slice(rank * width, (rank + 1) * width))
+        except BaseException:
+            meeting.leave()
+            raise
+
+    with ThreadPoolExecutor(SIZE) as pool:
+        futures = [pool.submit(run, rank) for rank in range(SIZE)]
+        errors = [future.exception() for future in futures]
+        for error in errors:  # the cause, not that the other thread left
+            if error is not None and not isinstance(error, threading.BrokenBarrierError):
+                raise error
+        return [future.result() for future in futures]
+
+
+def _local_copy(
+    block: nn.Module, cuts: Mapping[str, str], shares: Shares, ranks: TensorRanks, width: int
+) -> nn.Module:
+    own = copy.deepcopy(block)
+    run = LocalRun(ranks)
+    run.width = width
+    for name, module in own.named_modules():
+        cut = cuts.get(name)
+        if cut is not None:
+            _cut_parameters(module, cut, ranks)
+            module.forward = partial(getattr(run, cut), module.forward)  # type: ignore[method-assign]
+        if reads_hidden_states(name, module, cuts):
+            module.register_forward_pre_hook(partial(gather_inputs, run), with_kwargs=True)
+    for name, attributes in shares.items():
+        module = own.get_submodule(name)
+        vars(module).update({a: vars(module)[a] // SIZE for a in attributes})
+    return own
+
+
+def reads_hidden_states(name: str, module: nn.Module, cuts: Mapping[str, str]) -> bool:
+    """Whether a module inside a block has layers that read all of the sequence."""
+    if not name:
+        return False
+    return any(cuts.get(f"{name}.{child}") == "column" for child, _ in module.named_children())
+
+
+def _cut_parameters(module: Any, cut: str, ranks: TensorRanks) -> None:
+    dim = _weight_dim(module, cut)
+    weight = module.weight.detach().chunk(SIZE, dim)[ranks.rank].clone()
+    module.weight = nn.Parameter(weight)
+    if is_transposed(module):
+        module.nf = weight.shape[1]
+    bias = getattr(module, "bias", None)
+    if bias is None:
+        return
+    if cut == "column":
+        module.bias = nn.Parameter(bias.detach().chunk(SIZE)[ranks.rank].clone())
+    elif ranks.rank:
+        module.bias = nn.Parameter(torch.zeros_like(bias))
+
+
+def _difference(
+    block: nn.Module,
+    cuts: Mapping[str, str],
+    expected: Mapping[str, torch.Tensor],
+    ranks: list[dict[str, torch.Tensor]],
+) -> str:
+    """What is not the same on parts, "" if nothing is."""
+    largest = max(float(x.abs().max()) for name, x in expected.items() if name.startswith("."))
+    for name, value in expected.items():
+        parts = [rank[name] for rank in ranks]
+        if not name.startswith("."):
+            own = torch.cat(parts, 1)
+            scale = float(value.abs().max())
+        else:
+            own = _joined(block, name[1:], cuts, parts)
+            scale = max(float(value.abs().max()), NOISE * largest)
+        if own.shape != value.shape or float((own - value).abs().max()) > TOLERANCE * scale:
+            return f"the {name.lstrip('.')} would differ"
+    return ""
+
+
+def _joined(
+    block: nn.Module, name: str, cuts: Mapping[str, str], parts: list[torch.Tensor]
+) -> torch.Tensor:
+    """A parameter's gradient from those of its parts."""
+    owner, _, leaf = name.rpartition(".")
+    cut = cuts.get(owner)
+    if cut is None:
+        return torch.stack(parts).sum(0)
+    if leaf == "weight":
+        return torch.cat(parts, _weight_dim(block.get_submodule(owner), cut))
+    return torch.cat(parts) if cut == "column" else parts[0]
