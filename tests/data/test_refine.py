@@ -131,7 +131,8 @@ def test_lengths(length: int, fate: str | None) -> None:
 def test_settings_that_make_no_sense(refine: dict[str, Any], field: str, problem: str) -> None:
     with pytest.raises(UserError) as caught:
         load_run({"model": "smollm2-135m-instruct", "data": {"train": "a.jsonl", "refine": refine}})
-    assert caught.value.field == f"data.refine.{field}" and problem in str(caught.value)
+    section = "advanced.data" if field == "similarity" else "data.refine"
+    assert caught.value.field == f"{section}.{field}" and problem in str(caught.value)
 
 
 def test_settings_that_do() -> None:

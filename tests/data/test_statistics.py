@@ -165,7 +165,7 @@ def test_good_data_are_not_complained_about() -> None:
         (shared(share=0.01), shared(share=0.009), "share", "b", "0.9% of the mixture"),
         (packed(0.91), packed(0.89, length=1500), "packing", "", "sequence_length is short"),
         (packed(0.91), packed(0.5, sequences=3), "packing", "", "shorter data.sequence_length"),
-        (packed(0.91), packed(0.89, window=8), "packing", "", "raise data.packing_window"),
+        (packed(0.91), packed(0.89, window=8), "packing", "", "raise advanced.data.packing_window"),
         (packed(0.91, on=False), packed(0.3, on=False), "packing", "", "data.packing: true"),
         (bill(evaluation=(source("e", rows=20),)), bill(evaluation=(source("e", rows=19),)), "evaluation", "e", "19"),
         (bill(source(held_out=20)), bill(source(held_out=19)), "evaluation", "", "only 19 rows are held out"),

@@ -42,5 +42,5 @@ def test_a_step_that_never_comes(tmp_path: Path) -> None:
     run = SimpleNamespace(log=SimpleNamespace(profile=(2, 99)))
     job: Any = SimpleNamespace(run=run, output=tmp_path)
     profiling = Profiling(job, None, 4)  # type: ignore[arg-type]
-    assert profiling.take_notes() == ["not profiled, since the run ends after 4 steps: 99 (log.profile)"]
+    assert profiling.take_notes() == ["not profiled, since the run ends after 4 steps: 99 (advanced.log.profile)"]
     assert profiling.take_notes() == []
