@@ -86,7 +86,7 @@ class _ModelAxes:
 
 def check_model_axes(run: Run, config: Any, ranks: int | None = None) -> None:
     """Checks the axes against the model's config: attention heads, blocks and experts they must divide."""
-    if not run.parallel.beyond_data:
+    if not run.parallel.uses_model_parallelism:
         return
     text = config.get_text_config(decoder=True)
     heads, layers, experts = (first_of(text, names) for names in (HEADS, LAYERS, EXPERTS))

@@ -450,7 +450,7 @@ class Parallel(Section):
     auto: bool = Field(default=False, description="let the planner choose all of it (short: parallel: auto)")
 
     @property
-    def beyond_data(self) -> bool:
+    def uses_model_parallelism(self) -> bool:
         """Whether the model is partitioned by more than ZeRO."""
         return max(self.tensor, self.context, self.pipeline, self.expert) > 1
 

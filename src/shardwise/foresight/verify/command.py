@@ -24,7 +24,7 @@ from shardwise.foresight.verify.certificate import Certificate, ClaimRow
 from shardwise.foresight.verify.claims import ClaimPlan, plan_claims
 from shardwise.foresight.verify.prove import Prover, Say, as_run
 from shardwise.foresight.verify.ranks import ranks, stopped_by_sigterm, unlaunched
-from shardwise.foresight.verify.sized import LAYERS, Room, ShrunkModel, drops_out, make_model
+from shardwise.foresight.verify.shrunk_model import LAYERS, Room, ShrunkModel, drops_out, make_model
 from shardwise.nn.models.adapt import adapt_model, settle_attention
 from shardwise.nn.models.source import ModelSource, find_model
 

@@ -25,10 +25,10 @@ from shardwise.parallel.tensor.local import wrap
 from shardwise.parallel.tensor.quantized import can_slice, full_features, is_packed, slice_packed
 from shardwise.parallel.tensor.roles import Role, Roles, pattern_of
 
-__all__ = ["TensorParallel", "divide_tensor"]
+__all__ = ["TensorParallel", "apply_tensor_parallel"]
 
 
-def divide_tensor(
+def apply_tensor_parallel(
     model: nn.Module, roles: Roles, mesh: DeviceMesh, sequence: bool = True
 ) -> TensorParallel:
     """Shards a model in place over `mesh` and returns what its forward has to run under.
