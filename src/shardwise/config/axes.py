@@ -141,9 +141,7 @@ def _expert_divides_experts(model: _ModelAxes) -> None:
 
 def _stages_have_blocks(model: _ModelAxes) -> None:
     parallel = model.parallel
-    stages = parallel.pipeline
-    if parallel.pipeline_schedule in ("interleaved", "zbv"):
-        stages *= parallel.virtual_stages or 2
+    stages = parallel.pipeline * parallel.chunks_per_rank
     if parallel.pipeline > 1 and model.layers and stages > model.layers:
         problem = f"makes {stages} stages of a model with {model.layers} blocks"
         limit = max(1, model.layers * parallel.pipeline // stages)
