@@ -16,7 +16,7 @@ from shardwise.config.resolve import world_size
 from shardwise.config.schema import Run
 from shardwise.core.errors import Interrupted, OutOfMemory, RunFailed, UserError
 from shardwise.data.mixing import all_names
-from shardwise.foresight.plan.worth_predicting import worth_predicting
+from shardwise.foresight.plan.needs_prediction import worth_predicting
 from shardwise.foresight.prepare import prepare_run
 from shardwise.nn.models.source import ModelSource
 from shardwise.observe.tokenising import TokenisingProgress

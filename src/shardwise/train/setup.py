@@ -316,14 +316,14 @@ def _report_start(
 
 def check_divided_rows(context: Context, packing: bool, say: Callable[[str], None]) -> None:
     """Rejects packed rows if the model cannot shard them; reports modules that need full rows."""
-    findings = context.findings
-    if packing and not findings.packed:
-        reason = findings.trouble
+    support = context.support
+    if packing and not support.packed:
+        reason = support.trouble
         problem = f"packed documents cannot be divided over ranks by this model ({reason})"
         remedy = "set data.packing: false, or parallel.context: 1"
         raise UserError("data.packing", True, problem, remedy)
-    if findings.whole:
-        names = ", ".join(sorted(findings.whole))
+    if support.whole:
+        names = ", ".join(sorted(support.whole))
         say(f"context: {names} mix positions by their own code and get whole rows on every rank")
 
 

@@ -148,7 +148,7 @@ def in_flight(run: Run, count: int) -> float:
             assert_never(unknown)
 
 
-def _idle_seconds(run: Run, count: int, micro_batch_seconds: float) -> float:
+def idle_seconds(run: Run, count: int, micro_batch_seconds: float) -> float:
     """Seconds that a stage is idle in a step of `count` micro-batches."""
     stages = run.parallel.pipeline
     match run.parallel.pipeline_schedule:
@@ -207,7 +207,7 @@ def _pipelined(sketched: Sketched, run: Run, flat: Run, cluster: Cluster, count:
     passes = run.parallel.chunks_per_rank
     send_seconds = 2 * passes * count * wire_seconds("send", message_bytes, 2, ranks_per_node, cluster)
     micro_batch_seconds = (forward + backward + axes + waiting + send_seconds) / count
-    bubble = _idle_seconds(run, count, micro_batch_seconds)
+    bubble = idle_seconds(run, count, micro_batch_seconds)
     return replace(
         stage_time,
         forward=forward * mean_to_largest,

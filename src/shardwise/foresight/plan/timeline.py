@@ -120,7 +120,7 @@ def pipeline(estimate: Estimate) -> tuple[str, str]:
     time = estimate.time
     stages = min(parallel.pipeline, MOST_STAGES)
     count = min(estimate.micro_batches, MOST_BATCHES)
-    chunks = _chunks_drawn(parallel)
+    chunks = chunks_drawn(parallel)
     exposed = time.waiting + time.model_axes
     total = time.forward + time.backward or 1.0
     forward = (time.forward + exposed * time.forward / total) / estimate.micro_batches
@@ -156,7 +156,7 @@ def pipeline(estimate: Estimate) -> tuple[str, str]:
     return svg, f"{caption}. Numbers are micro-batches; exchange and waiting are part of each box."
 
 
-def _chunks_drawn(parallel: Parallel) -> int:
+def chunks_drawn(parallel: Parallel) -> int:
     """Chunks per stage of the picture, which draws all schedules but the interleaved one as 1F1B."""
     match parallel.pipeline_schedule:
         case "interleaved":
