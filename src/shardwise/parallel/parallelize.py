@@ -296,21 +296,6 @@ def add_router_losses(a: Assembly) -> str | None:
     return _describe_routing(context.routing, context.loads)
 
 
-def _describe_routing(routing: Routing, loads: ExpertLoads | None) -> str | None:
-    """What was added for the routers; None if nothing was."""
-    weights = routing.losses.terms
-    added = []
-    if loads is not None:
-        added.append("loads counted")
-    if weights.aux:
-        added.append(f"auxiliary loss × {weights.aux:g}")
-    if weights.z:
-        added.append(f"z-loss × {weights.z:g}")
-    if routing.bias is not None:
-        added.append(f"bias moves by {routing.bias.rate:g} a step")
-    return ", ".join(added) or None
-
-
 def recompute_activations(a: Assembly) -> str | None:
     """Activation checkpointing: saves only inputs of blocks (maybe on the host) and attention."""
     if a.run.recompute != "full":
@@ -444,6 +429,21 @@ STEPS: tuple[Step, ...] = (
     create_sharded_model,
     install_communication,
 )
+
+
+def _describe_routing(routing: Routing, loads: ExpertLoads | None) -> str | None:
+    """What was added for the routers; None if nothing was."""
+    weights = routing.losses.terms
+    added = []
+    if loads is not None:
+        added.append("loads counted")
+    if weights.aux:
+        added.append(f"auxiliary loss × {weights.aux:g}")
+    if weights.z:
+        added.append(f"z-loss × {weights.z:g}")
+    if routing.bias is not None:
+        added.append(f"bias moves by {routing.bias.rate:g} a step")
+    return ", ".join(added) or None
 
 
 def _describe_mesh(mesh: DeviceMesh) -> str:

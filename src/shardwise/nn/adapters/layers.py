@@ -188,7 +188,7 @@ def multiply_bases_in_float8(model: nn.Module, device: torch.device, mode: str =
         transposed, columns, bits, _ = getattr(layer, "lora_form", None) or (False, *FLOATS)
         fits = bits in kinds and not transposed and not columns % MULTIPLE and not len(layer.weight) % MULTIPLE
         layer.base_in_float8 = fits and multiplies(device)
-    count = sum(layer.base_in_float8 for _, layer in adapter_layers(model))
+    count = sum(bool(layer.base_in_float8) for _, layer in adapter_layers(model))
     if mode == "fp8" and not count:
         problem = f"no adapted layer is a product of sizes that are multiples of {MULTIPLE}"
         raise UserError("method.multiply", mode, problem, "leave it out")
