@@ -114,7 +114,7 @@ def _write_model(model_type: str, task: str, folder: Path, shared: Path, seed: i
     import torch
     from transformers import CONFIG_MAPPING
 
-    from shardwise.foresight.verify.sized import still
+    from shardwise.foresight.verify.shrunk_model import still
     from shardwise.nn.tiny.case import TinyCase
     from shardwise.nn.tiny.shrink import shrink
 

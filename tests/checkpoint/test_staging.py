@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from shardwise.checkpoint import staging
-from shardwise.checkpoint.staging import Source, Staging
+from shardwise.checkpoint.staging import Staging, StagingSource
 
 
 class Stream:
@@ -73,7 +73,7 @@ CUDA = torch.device("cuda")
 
 
 def stage(kept: Staging, value: torch.Tensor, steady: bool = True) -> Any:
-    return kept.stage([Source(value.shape, value.dtype, [value], steady)], CUDA)
+    return kept.stage([StagingSource(value.shape, value.dtype, [value], steady)], CUDA)
 
 
 @pytest.mark.parametrize("settles", [True, False])
@@ -123,5 +123,5 @@ def test_the_memory_is_kept_while_sizes_are_the_same(compute: Stream) -> None:
 
 def test_parts_follow_each_other() -> None:
     parts = (torch.full((n, 2), float(n)) for n in (1, 2, 3))
-    (made,) = Staging().stage([Source(torch.Size((6, 2)), torch.float32, parts)], torch.device("cpu")).wait()
+    (made,) = Staging().stage([StagingSource(torch.Size((6, 2)), torch.float32, parts)], torch.device("cpu")).wait()
     assert made[:, 0].tolist() == [1, 2, 2, 3, 3, 3]

@@ -22,7 +22,7 @@ from shardwise.checkpoint import writing
 from shardwise.checkpoint.files import TensorFiles
 from shardwise.checkpoint.store import CheckpointStore, check_whole, load_tensors
 from shardwise.checkpoint.writing import StateWriter
-from shardwise.distributed.lazy_rows import Rows
+from shardwise.distributed.lazy_rows import LazyShardedTensor
 
 
 def many_kinds() -> dict[str, torch.Tensor]:
@@ -143,10 +143,12 @@ def test_rows(device: torch.device | None, tmp_path: Path, group: dist.ProcessGr
             yield made
 
     given = {
-        f"optimizer.{n}.exp_avg": Rows(torch.empty(()).expand(5, 4), lambda n=n: parts(n), lambda *_: None, device)  # type: ignore[misc]
+        f"optimizer.{n}.exp_avg": LazyShardedTensor(
+            torch.empty(()).expand(5, 4), lambda n=n: parts(n), lambda *_: None, device
+        )  # type: ignore[misc]
         for n in range(6)
     }
-    given["optimizer.step"] = Rows(torch.zeros(()), lambda: [torch.tensor(7.0)], lambda *_: None, device)
+    given["optimizer.step"] = LazyShardedTensor(torch.zeros(()), lambda: [torch.tensor(7.0)], lambda *_: None, device)
     pending = StateWriter(group, True, True).begin(given)
     assert pending.staged == (device is not None) == bool(alive)
     pending.write(tmp_path)

@@ -26,7 +26,7 @@ from shardwise.data.loader import IGNORE, Loader, StepBatch
 from shardwise.data.mixing import passes_per_epoch
 from shardwise.data.prefetcher import Prefetcher
 from shardwise.nn.objective import sum_by_source
-from shardwise.train.heldout import Rounds, summed_losses
+from shardwise.train.heldout import HeldoutBatching, summed_losses
 
 
 @dataclass(frozen=True)
@@ -282,7 +282,8 @@ def test_evaluation_reads_every_document_once(
         objective.figures = ()  # type: ignore[attr-defined]
         counted: list[torch.Tensor] = []
         sums = summed_losses(
-            None, objective, stores.loader([stream(folder, count)], packing), Rounds(micro, rank, ranks, together),  # type: ignore[arg-type]
+            None, objective, stores.loader([stream(folder, count)], packing),  # type: ignore[arg-type]
+            HeldoutBatching(micro, rank, ranks, together),
             torch.device("cpu"), counted.append, lambda batches, f=objective: [f(None, b) for b in batches],
         )  # fmt: skip
         for batch in calls[: len(counted)]:

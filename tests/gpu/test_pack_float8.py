@@ -13,7 +13,7 @@ from support.tiny import LLAMA, tiny_run, tokenizer_folder
 
 from shardwise.nn.kernels.float8 import FORWARD, inverse_for, largest_of, scale_for
 from shardwise.nn.kernels.pack_float8 import TILE, lay_out, pack, unpack_into
-from shardwise.nn.kernels.round_turned import rounded
+from shardwise.nn.kernels.transposed_round import rounded
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 

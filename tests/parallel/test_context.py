@@ -17,10 +17,10 @@ from shardwise.data.loader import MicroBatch
 from shardwise.foresight.zoo.run import tiny_case
 from shardwise.nn.tiny.case import CannotParallelize
 from shardwise.parallel.context import blocks
-from shardwise.parallel.context.gate import examine
 from shardwise.parallel.context.mask import ContextMask, ContextRows, Scores, VisibilityRule, rule_of
 from shardwise.parallel.context.ring import attend_whole
 from shardwise.parallel.context.split import SequenceLayout, split_batch
+from shardwise.parallel.context.support import examine
 from shardwise.parallel.context.ulysses import repeat_heads
 
 BOTH = ["ring", "ulysses"]
@@ -141,7 +141,7 @@ def test_blocks_put_together(seed: int) -> None:
                 found = block.forward(query[:, :, at], *(mine.take(x, other, 2)[:, :, seen] for x in (k, v)))
                 out[:, :, at], lse[:, :, at] = blocks.merge(out[:, :, at], lse[:, :, at], *found)
         if sinks is not None:
-            out, lse = blocks.sunk(out, lse, sinks)
+            out, lse = blocks.add_attention_sinks(out, lse, sinks)
         torch.testing.assert_close(out, mine.take(wanted, dim=2), rtol=1e-9, atol=1e-9)
 
 
@@ -252,5 +252,5 @@ def test_what_a_model_needs_is_found_by_trying() -> None:
 
 
 def test_positions_behind_the_padding() -> None:
-    assert examine(tiny_case("roberta", "masked").model()).way.behind
-    assert not examine(tiny_case("bert", "masked").model()).way.behind
+    assert examine(tiny_case("roberta", "masked").model()).convention.behind
+    assert not examine(tiny_case("bert", "masked").model()).convention.behind

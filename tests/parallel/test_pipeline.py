@@ -19,7 +19,7 @@ from shardwise.parallel.pipeline.cut import balance, cut_model
 from shardwise.parallel.pipeline.facts import probe
 from shardwise.parallel.pipeline.programs import Exchange, Message, programs, run_blocked
 from shardwise.parallel.pipeline.schedule import Action, Schedule, bubble, check_orders, picture, simulate
-from shardwise.parallel.pipeline.stage import Boundary, ShardLayout, StageInput, StageIO
+from shardwise.parallel.pipeline.stage import NonLastOutput, ShardLayout, StageInput, StageIO
 
 HAS_ZBV = torch_version() >= ZBV_SINCE  # earlier ones lose gradients: T5's were 0.67 of the largest apart on 2.11
 STYLES: list[tuple[Any, int]] = [
@@ -231,8 +231,8 @@ def after_resharding() -> list[float]:
             super().__init__()
             self.norm = torch.nn.LayerNorm(4)
 
-        def forward(self, x: torch.Tensor) -> Boundary:
-            return Boundary(StageIO((), (self.norm(x),)))
+        def forward(self, x: torch.Tensor) -> NonLastOutput:
+            return NonLastOutput(StageIO((), (self.norm(x),)))
 
     torch.manual_seed(0)
     stage, x = Stage(), torch.randn(2, 4)

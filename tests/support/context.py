@@ -13,7 +13,7 @@ from shardwise.data.loader import MicroBatch
 from shardwise.foresight.zoo.run import tiny_case
 from shardwise.nn.models.build import find_blocks
 from shardwise.nn.tiny.case import LossAndGradients, TinyCase, gradients_of, judge, mean_loss, units_of
-from shardwise.parallel.context.install import Context, install_context
+from shardwise.parallel.context.install import Context, apply_context_parallel
 from shardwise.parallel.tiny_reference import alone
 from support.trial import along
 
@@ -91,7 +91,7 @@ def packed(names: list[str], kinds: list[Any], recomputed: bool) -> dict[str, st
         wanted = one_at_a_time(case, batch)
         for kind in kinds:
             model = case.model()
-            context = install_context(model, mesh, kind)
+            context = apply_context_parallel(model, mesh, kind)
             for _, block in find_blocks(model) if recomputed else []:
                 checkpoint(block)
             verdict = judge(divided(model, context, batch, mesh), wanted)
@@ -111,7 +111,7 @@ def padded() -> str:
     loss.backward()
     wanted = LossAndGradients(loss.item(), gradients_of(model))
     model = case.model()
-    context = install_context(model, mesh, "ring")
+    context = apply_context_parallel(model, mesh, "ring")
     verdict = judge(divided(model, context, MicroBatch(ids, labels, None, mask.long()), mesh), wanted)
     return "" if verdict.right else str(verdict)
 
@@ -149,7 +149,7 @@ def wire_bytes(kind: Any) -> tuple[float, dict[str, list[int]], dict[str, int]]:
 
     ring.dist.batch_isend_irecv, ulysses.dist.all_to_all_single = count_ring, count_exchange
     model = case.model()
-    context = install_context(model, mesh, kind)
+    context = apply_context_parallel(model, mesh, kind)
     labels = case.labels()
     part = context.split(MicroBatch(case.inputs()["input_ids"], labels, None, None))
     loss = mean_loss(model(**inputs_of(part)).logits, part.labels, units_of(labels))
@@ -174,7 +174,7 @@ def refusal(name: str, task: Any = "causal") -> str:
     from shardwise.nn.tiny.case import CannotParallelize
 
     try:
-        install_context(tiny_case(name, task).model(), mesh_of(dist.get_world_size()))
+        apply_context_parallel(tiny_case(name, task).model(), mesh_of(dist.get_world_size()))
     except CannotParallelize as refused:
         return str(refused)
     return ""
@@ -191,7 +191,7 @@ def sharded(names: list[str]) -> dict[str, str]:
         case = tiny_case(name, "causal")
         wanted, labels = alone(case), case.labels()
         model = case.model()
-        context = install_context(model, mesh, "ring")
+        context = apply_context_parallel(model, mesh, "ring")
         for _, block in find_blocks(model):
             checkpoint(block)
             fully_shard(block, mesh=mesh)

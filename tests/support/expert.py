@@ -30,7 +30,7 @@ from shardwise.nn.tiny.case import (
     mean_loss,
     units_of,
 )
-from shardwise.parallel.expert.apply import ExpertParallel, count_loads, find_experts, spread_experts
+from shardwise.parallel.expert.apply import ExpertParallel, apply_expert_parallel, count_loads, find_experts
 from shardwise.parallel.tiny_reference import alone
 from support.trial import along
 
@@ -57,7 +57,7 @@ def refused(name: str, experts: int | None = None) -> str:
     if experts is not None:
         case.config.num_local_experts = experts
     try:
-        spread_experts(case.model(), mesh_of(dist.get_world_size()))
+        apply_expert_parallel(case.model(), mesh_of(dist.get_world_size()))
     except CannotParallelize as refusal:
         return str(refusal)
     return ""
@@ -76,7 +76,7 @@ def sharded(name: str, sizes: tuple[int, ...], expert: int, stage: int, folder: 
     experts_root = mesh_of(ranks // expert, expert, names=("data", "expert"))
     whole = case.model()
     model = copy.deepcopy(whole).to("meta")
-    parallel = spread_experts(model, experts_root["expert"])
+    parallel = apply_expert_parallel(model, experts_root["expert"])
     _shard(model, parallel, dense, experts_root["data"], stage)
     materialise(model, torch.device("cpu"))
     parameters, buffers = dict(whole.named_parameters()), dict(whole.named_buffers())
@@ -138,7 +138,7 @@ def skewed(name: str, choices: list[list[list[int]]], recompute: bool = False) -
     rank, mesh = dist.get_rank(), mesh_of(dist.get_world_size())
     plain = stack(name)
     holder = nn.ModuleDict({"experts": copy.deepcopy(plain)})
-    spread_experts(holder, mesh)
+    apply_expert_parallel(holder, mesh)
     width = tiny_case(name, "causal").config.hidden_size
     apart = {}
     for other, chosen in enumerate(choices):
@@ -171,7 +171,7 @@ def beside_tensor(name: str, count: int, as_dtensor: tuple[bool, bool, bool]) ->
     tensor = root["tensor"]
     plain = stack(name)
     holder = nn.ModuleDict({"experts": copy.deepcopy(plain)})
-    spread_experts(holder, mesh_of(4, names=("expert",)))
+    apply_expert_parallel(holder, mesh_of(4, names=("expert",)))
     width = tiny_case(name, "causal").config.hidden_size
     apart: dict[str, float] = {}
     for data in range(2):
@@ -200,7 +200,7 @@ def wire(name: str) -> dict[str, int]:
     """Bytes that all-to-alls move in a forward and a backward, and what the formula says."""
     case, mesh = tiny_case(name, "causal"), mesh_of(dist.get_world_size())
     model = case.model()
-    spread_experts(model, mesh)
+    apply_expert_parallel(model, mesh)
     moved, real = {"counts": 0, "rows": 0, "calls": 0}, dist.all_to_all_single
 
     def counted(output: torch.Tensor, given: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -223,7 +223,7 @@ def loads(name: str) -> dict[str, Any]:
     """Tokens by expert, spread and not, with recomputation, and a summary."""
     case, mesh = tiny_case(name, "causal"), mesh_of(dist.get_world_size())
     plain, model = case.model(), case.model()
-    counted, parallel = count_loads(plain, torch.device("cpu")), spread_experts(model, mesh)
+    counted, parallel = count_loads(plain, torch.device("cpu")), apply_expert_parallel(model, mesh)
     assert counted is not None
     plain(**case.inputs(), use_cache=False).logits.sum().backward()
     model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -242,7 +242,7 @@ def adapted(name: str, method: Lora) -> dict[str, float]:
     case = TinyCase(tiny_case(name, "causal").config, "causal", dtype=torch.float32)
     plain, model = _with_adapters(case, method), _with_adapters(case, method)
     rank, mesh = dist.get_rank(), mesh_of(dist.get_world_size())
-    spread_experts(model, mesh)
+    apply_expert_parallel(model, mesh)
     inputs, ranks = case.inputs(), mesh.size()
     wanted = plain(**inputs, use_cache=False).logits
     wanted.square().mean().backward()

@@ -99,7 +99,7 @@ def norm_counts_copies() -> AbstractContextManager[Any]:
     plain = ShardedModel._clip_everywhere
 
     def clip(self: Any, max_norm: float | None) -> torch.Tensor:
-        with mock.patch.object(self, "copies", dict.fromkeys(self.copies, 1)):
+        with mock.patch.object(self, "replication_factors", dict.fromkeys(self.replication_factors, 1)):
             return plain(self, max_norm)
 
     return mock.patch.object(ShardedModel, "_clip_everywhere", clip)

@@ -63,7 +63,7 @@ def two_by_two(kinds: list[tuple[str, Any]], stage: int = 3) -> dict[str, tuple[
     from shardwise.nn.models.build import find_blocks, materialise
     from shardwise.nn.tiny.case import LossAndGradients, gradients_of, judge, units_of
     from shardwise.objectives.head import token_losses
-    from shardwise.parallel.tensor.apply import divide_tensor
+    from shardwise.parallel.tensor.apply import apply_tensor_parallel
     from shardwise.parallel.tensor.local_trial import try_locally
     from shardwise.parallel.tensor.roles import find_roles
     from shardwise.parallel.tiny_reference import alone
@@ -74,7 +74,7 @@ def two_by_two(kinds: list[tuple[str, Any]], stage: int = 3) -> dict[str, tuple[
     for kind, task in kinds:
         case = case_of(kind, task)
         roles, model = find_roles(case.model()), on_meta(case.model())
-        tensor = divide_tensor(model, roles, root["tensor"], local=try_locally(case, roles))
+        tensor = apply_tensor_parallel(model, roles, root["tensor"], local=try_locally(case, roles))
         blocks = find_blocks(model)
         for _, block in blocks:
             checkpoint(block)
@@ -105,7 +105,7 @@ def local_blocks(kinds: list[str], width: int) -> dict[str, tuple[float, float, 
     """Distance from one process (loss, gradient), local blocks, and how many ran locally, for rows of `width`."""
     from shardwise.nn.tiny.case import LossAndGradients, gradients_of, judge, units_of
     from shardwise.objectives.head import token_losses
-    from shardwise.parallel.tensor.apply import divide_tensor
+    from shardwise.parallel.tensor.apply import apply_tensor_parallel
     from shardwise.parallel.tensor.local_trial import try_locally
     from shardwise.parallel.tensor.roles import find_roles
 
@@ -115,7 +115,7 @@ def local_blocks(kinds: list[str], width: int) -> dict[str, tuple[float, float, 
         case = case_of(kind)
         roles, model = find_roles(case.model()), case.model()
         inputs, labels = case.inputs(width=width), case.labels(width=width).flatten()
-        tensor = divide_tensor(model, roles, mesh, local=try_locally(case, roles))
+        tensor = apply_tensor_parallel(model, roles, mesh, local=try_locally(case, roles))
         ran = []
         for local in tensor.local.values():
             local.compute = _counted(local.compute, ran)
@@ -143,7 +143,7 @@ def _counted(compute: Any, calls: list[Any]) -> Any:
 def parts_filled() -> list[str]:
     """Names of parameters whose parts, cut twice (also unevenly), do not make up the whole."""
     from shardwise.nn.models.build import materialise
-    from shardwise.parallel.tensor.apply import divide_tensor
+    from shardwise.parallel.tensor.apply import apply_tensor_parallel
     from shardwise.parallel.tensor.roles import find_roles
     from shardwise.parallel.zero.stages import shard_model
 
@@ -151,7 +151,7 @@ def parts_filled() -> list[str]:
     case = case_of("llama", vocab_size=93, intermediate_size=54)
     whole = case.model()
     model = on_meta(case.model())
-    divide_tensor(model, find_roles(case.model()), root["tensor"])
+    apply_tensor_parallel(model, find_roles(case.model()), root["tensor"])
     shard_model(model, [], root["replicate", "shard"], 3, "fp32")
     materialise(model, torch.device("cpu"))
     fill_from(model, whole)
@@ -197,7 +197,7 @@ def adapters_apart(kind: str, methods: list[str]) -> dict[str, tuple[float, floa
     """How far adapted models on a tensor axis are from one process, and how many of their layers are whole."""
     from shardwise.nn.tiny.case import LossAndGradients, gradients_of, judge, units_of
     from shardwise.objectives.head import token_losses
-    from shardwise.parallel.tensor.apply import divide_tensor
+    from shardwise.parallel.tensor.apply import apply_tensor_parallel
     from shardwise.parallel.tensor.roles import find_roles
 
     found = {}
@@ -209,7 +209,7 @@ def adapters_apart(kind: str, methods: list[str]) -> dict[str, tuple[float, floa
         for divided in (False, True):
             model = adapted(case, method)
             if divided:
-                tensor = divide_tensor(model, find_roles(case.model()), mesh_of_all())
+                tensor = apply_tensor_parallel(model, find_roles(case.model()), mesh_of_all())
                 with tensor.active():
                     logits = model(**tensor.inputs(case.inputs()), use_cache=False).logits
                     loss = token_losses(logits.flatten(0, 1), labels.flatten()).sum() / units_of(labels)
@@ -247,12 +247,12 @@ class Wire(TorchDispatchMode):
 
 def block_traffic() -> list[list[tuple[str, int]]]:
     """Collectives of one Llama block, forward and backward, and the elements of its hidden states."""
-    from shardwise.parallel.tensor.apply import divide_tensor
+    from shardwise.parallel.tensor.apply import apply_tensor_parallel
     from shardwise.parallel.tensor.roles import find_roles
 
     case, mesh = case_of("llama"), mesh_of_all()
     model = case.model()
-    tensor = divide_tensor(model, find_roles(case.model()), mesh)
+    tensor = apply_tensor_parallel(model, find_roles(case.model()), mesh)
     x = torch.randn(4, 16, 32, dtype=torch.float64)
     hidden = DTensor.from_local(x.chunk(mesh.size(), 1)[mesh.get_local_rank()], mesh, [Shard(1)]).requires_grad_()
     positions = model.model.rotary_emb(x, torch.arange(16)[None])
@@ -271,13 +271,13 @@ def head_traffic(joined: bool) -> tuple[float, float, str, list[tuple[str, int]]
     """Loss over a cut vocabulary, by head and loss as one or by logits: how far off, and what the step moves."""
     from shardwise.nn.tiny.case import LossAndGradients, gradients_of, judge, units_of
     from shardwise.objectives.head import HeadLoss, token_losses
-    from shardwise.parallel.tensor.apply import divide_tensor
+    from shardwise.parallel.tensor.apply import apply_tensor_parallel
     from shardwise.parallel.tensor.roles import find_roles
     from shardwise.parallel.tiny_reference import alone
 
     case = case_of("llama", vocab_size=1501, tie_word_embeddings=False)
     model, labels = case.model(), case.labels()
-    tensor = divide_tensor(model, find_roles(case.model()), mesh_of_all())
+    tensor = apply_tensor_parallel(model, find_roles(case.model()), mesh_of_all())
     with tensor.active(), Wire() as wire:
         if joined:
             losses = HeadLoss(model.lm_head).losses(model, case.inputs() | {"use_cache": False}, labels)
@@ -295,12 +295,12 @@ def masks_apart(kind: str) -> dict[str, float]:
     from shardwise.data.documents import Documents
     from shardwise.nn.attention.document_mask import RowsMask
     from shardwise.nn.attention.varlen import install
-    from shardwise.parallel.tensor.apply import divide_tensor
+    from shardwise.parallel.tensor.apply import apply_tensor_parallel
     from shardwise.parallel.tensor.roles import find_roles
 
     case = case_of(kind)
     whole, model = case.model(), case.model()
-    tensor = divide_tensor(model, find_roles(case.model()), mesh_of_all())
+    tensor = apply_tensor_parallel(model, find_roles(case.model()), mesh_of_all())
     assert install(whole)
     documents = Documents.of_lengths([[5, 11], [16], [3, 3, 10], [16]])
     padded = torch.ones(4, 16, dtype=torch.int64)
@@ -320,13 +320,13 @@ def dropped() -> dict[str, bool]:
     """Which parts of a dropped-out tensor differ between two ranks, and whether recomputation draws the same again."""
     from torch.utils.checkpoint import checkpoint
 
-    from shardwise.parallel.tensor.apply import divide_tensor
+    from shardwise.parallel.tensor.apply import apply_tensor_parallel
     from shardwise.parallel.tensor.roles import find_roles
 
     torch.manual_seed(3)
     case, mesh = case_of("gpt2"), mesh_of_all()
     model = case.model()
-    tensor = divide_tensor(model, find_roles(case.model()), mesh)
+    tensor = apply_tensor_parallel(model, find_roles(case.model()), mesh)
     ones = torch.ones(4, 64, 32)
     found = {}
     with tensor.active():
@@ -349,14 +349,14 @@ def dropout_recomputed() -> float:
 
     from shardwise.nn.models.build import find_blocks
     from shardwise.nn.tiny.case import LossAndGradients, gradients_of, judge
-    from shardwise.parallel.tensor.apply import divide_tensor
+    from shardwise.parallel.tensor.apply import apply_tensor_parallel
     from shardwise.parallel.tensor.roles import find_roles
 
     answers = []
     for again in (False, True):
         case = case_of("gpt2", attn_pdrop=0.3, resid_pdrop=0.3, embd_pdrop=0.3)
         model = case.model()
-        tensor = divide_tensor(model, find_roles(case.model()), mesh_of_all())
+        tensor = apply_tensor_parallel(model, find_roles(case.model()), mesh_of_all())
         for _, block in find_blocks(model) if again else ():
             checkpoint(block)
         torch.manual_seed(11)
@@ -378,7 +378,7 @@ def saved_and_loaded(folder: str) -> list[str]:
     """A model cut twice, saved by DCP and loaded into one that is cut another way; what did not come back."""
     import torch.distributed.checkpoint as dcp
 
-    from shardwise.parallel.tensor.apply import divide_tensor
+    from shardwise.parallel.tensor.apply import apply_tensor_parallel
     from shardwise.parallel.tensor.roles import find_roles
     from shardwise.parallel.zero.stages import shard_model
 
@@ -386,10 +386,10 @@ def saved_and_loaded(folder: str) -> list[str]:
     whole, roles = dict(case.model().named_parameters()), find_roles(case.model())
     root = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("replicate", "shard", "tensor"))
     first, second = case.model(), case.model()
-    divide_tensor(first, roles, root["tensor"])
+    apply_tensor_parallel(first, roles, root["tensor"])
     shard_model(first, [], root["replicate", "shard"], 3, "fp32")
     dcp.save({"model": dict(first.named_parameters())}, checkpoint_id=folder)
-    divide_tensor(second, roles, mesh_of_all())
+    apply_tensor_parallel(second, roles, mesh_of_all())
     with torch.no_grad():
         for parameter in second.parameters():
             parameter.zero_()

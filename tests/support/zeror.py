@@ -240,14 +240,16 @@ def norm_at_stage(stage: int) -> dict[str, float]:
     from shardwise.distributed.mesh import MeshLayout, join_world
     from shardwise.optim.scaler import LossScaler
     from shardwise.parallel.zero.stages import ShardedModel, shard_model
-    from shardwise.parallel.zero.update import Update
+    from shardwise.parallel.zero.update import OptimizerStep
 
     ranks = dist.get_world_size()
     world = join_world("cpu", "gloo", 60, MeshLayout(*((ranks, 1) if stage == 0 else (1, ranks))))
     model = nn.Sequential(nn.Embedding(49152, 64), nn.Linear(64, 3))
     shard_model(model, [], world.mesh, stage, "fp32")
     sharded = ShardedModel(model, stage, world.mesh)
-    update = Update(sharded, torch.optim.SGD(model.parameters(), 0.1), LossScaler("cpu", LossScale(), False), None, 1.0)
+    update = OptimizerStep(
+        sharded, torch.optim.SGD(model.parameters(), 0.1), LossScaler("cpu", LossScale(), False), None, 1.0
+    )
     made, exact = torch.Generator().manual_seed(0), 0.0
     for parameter in sharded.parameters.values():
         whole = 1e-3 * torch.randn(parameter.shape, generator=made)

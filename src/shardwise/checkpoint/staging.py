@@ -21,7 +21,7 @@ from shardwise.parallel.offload.pinned_memory import host_buffers
 
 
 @dataclass
-class Source:
+class StagingSource:
     """A tensor in parts that follow each other along its first dimension, wherever they are stored."""
 
     shape: torch.Size
@@ -58,7 +58,7 @@ class Staging:
         self._stream: Any = None
         self._copied: Any = None
 
-    def stage(self, sources: Sequence[Source], device: torch.device) -> Staged:
+    def stage(self, sources: Sequence[StagingSource], device: torch.device) -> Staged:
         """Starts to copy; on a CPU it is done on return."""
         sizes = [source.nbytes for source in sources]
         if sizes != self._sizes:

@@ -291,7 +291,7 @@ def load_tensors(
             )
     except CheckpointException as error:
         reason = next(iter(error.failures.values()))[0] if error.failures else error
-        if isinstance(reason, UserError | RunFailed):  # the reader's own words (safe.py, copies.py)
+        if isinstance(reason, UserError | RunFailed):  # the reader's own words (safe_pickle.py, copies.py)
             raise reason from None
         if (name := global_in(reason)) is not None:
             problem = f"holds what could run code when it is read ({name}); it was not loaded, nothing in it was run"

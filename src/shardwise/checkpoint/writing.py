@@ -31,10 +31,10 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.checkpoint.files import TensorFiles
 from shardwise.checkpoint.host_copies import host_name
-from shardwise.checkpoint.staging import Source, Staging
+from shardwise.checkpoint.staging import Staging, StagingSource
 from shardwise.core.compat.torch_private import DistWrapper, flatten_state_dict, local_tensor
 from shardwise.core.host_memory import host_memory
-from shardwise.distributed.lazy_rows import Rows, split_rows
+from shardwise.distributed.lazy_rows import LazyShardedTensor, split_rows
 
 Digests = dict[str, tuple[int, str]]  # by a file's name: its size and hash
 
@@ -88,7 +88,7 @@ class StateWriter:
         device = next((place for place in places if place is not None and place.type == "cuda"), torch.device("cpu"))
         sources = [_source(item, flat, rows) for item in plan.items]
         objects = {number: one for number, one in enumerate(sources) if isinstance(one, io.BytesIO)}
-        copies = self._staging.stage([one for one in sources if isinstance(one, Source)], device)
+        copies = self._staging.stage([one for one in sources if isinstance(one, StagingSource)], device)
 
         def staged() -> Iterator[tuple[WriteItem, torch.Tensor | io.BytesIO]]:
             left = iter(copies.wait())
@@ -172,7 +172,7 @@ def _local(value: Any) -> torch.Tensor | None:
     return local_tensor(value) if isinstance(value, DTensor) else value if isinstance(value, torch.Tensor) else None
 
 
-def _data(item: WriteItem, whole: dict[str, Any], rows: Mapping[str, Rows]) -> torch.Tensor | io.BytesIO:
+def _data(item: WriteItem, whole: dict[str, Any], rows: Mapping[str, LazyShardedTensor]) -> torch.Tensor | io.BytesIO:
     """What an item of the plan stands for."""
     if (found := rows.get(item.index.fqn)) is not None:
         return found.read()
@@ -184,13 +184,15 @@ def _data(item: WriteItem, whole: dict[str, Any], rows: Mapping[str, Rows]) -> t
     return buffer
 
 
-def _source(item: WriteItem, tensors: dict[str, Any], rows: Mapping[str, Rows]) -> Source | io.BytesIO:
+def _source(
+    item: WriteItem, tensors: dict[str, Any], rows: Mapping[str, LazyShardedTensor]
+) -> StagingSource | io.BytesIO:
     name = item.index.fqn
     if (found := rows.get(name)) is not None:
         assert item.tensor_data is not None
-        return Source(item.tensor_data.chunk.sizes, found.outline.dtype, found.parts())
+        return StagingSource(item.tensor_data.chunk.sizes, found.outline.dtype, found.parts())
     value = _data(item, tensors, rows)
     if isinstance(value, io.BytesIO):
         return value
     steady = isinstance(tensors[name], nn.Parameter) or name.startswith("optimizer.")
-    return Source(value.shape, value.dtype, [value], steady)
+    return StagingSource(value.shape, value.dtype, [value], steady)

@@ -86,7 +86,7 @@ class _ModelAxes:
 
 def check_model_axes(run: Run, config: Any, ranks: int | None = None) -> None:
     """Checks the axes against the model's config: attention heads, blocks and experts they must divide."""
-    if not run.parallel.beyond_data:
+    if not run.parallel.uses_model_parallelism:
         return
     text = config.get_text_config(decoder=True)
     heads, layers, experts = (first_of(text, names) for names in (HEADS, LAYERS, EXPERTS))
@@ -141,9 +141,7 @@ def _expert_divides_experts(model: _ModelAxes) -> None:
 
 def _stages_have_blocks(model: _ModelAxes) -> None:
     parallel = model.parallel
-    stages = parallel.pipeline
-    if parallel.pipeline_schedule in ("interleaved", "zbv"):
-        stages *= parallel.virtual_stages or 2
+    stages = parallel.pipeline * parallel.chunks_per_rank
     if parallel.pipeline > 1 and model.layers and stages > model.layers:
         problem = f"makes {stages} stages of a model with {model.layers} blocks"
         limit = max(1, model.layers * parallel.pipeline // stages)

@@ -346,7 +346,7 @@ def resolve_model(result: Resolution, config: Any) -> None:
     length = result.run.data.sequence_length
     if limit and 0 < limit < length:  # XLNet says -1: as long as you like
         raise UserError("data.sequence_length", length, f"the model has {limit} positions", f"use {limit} or less")
-    if result.run.parallel.beyond_data:
+    if result.run.parallel.uses_model_parallelism:
         check_model_axes(result.run, config, world_size(result.run))
 
 

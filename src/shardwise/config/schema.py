@@ -17,6 +17,7 @@ from shardwise.config.methods import Full, Method, Patterns
 from shardwise.config.metrics import Best, Metric, StopEarly
 from shardwise.config.objectives import Objective
 from shardwise.config.router import Router
+from shardwise.config.schedules import ScheduleName, chunks_per_rank
 from shardwise.config.section import Clash, Section
 from shardwise.config.units import (
     Ahead,
@@ -439,7 +440,7 @@ class Parallel(Section):
         "ranks must divide the heads",
     )
     pipeline: Count = Field(default=1, description="ranks that divide the blocks: stages one after the other")
-    pipeline_schedule: Literal["1f1b", "gpipe", "interleaved", "zbv", "naive"] = Field(
+    pipeline_schedule: ScheduleName = Field(
         default="1f1b",
         description="the order in which stages take the micro-batches; naive: one at a time, for comparison",
     )
@@ -450,7 +451,12 @@ class Parallel(Section):
     auto: bool = Field(default=False, description="let the planner choose all of it (short: parallel: auto)")
 
     @property
-    def beyond_data(self) -> bool:
+    def chunks_per_rank(self) -> int:
+        """Chunks of the model on each rank of a pipeline, by the schedule."""
+        return chunks_per_rank(self.pipeline_schedule, self.virtual_stages)
+
+    @property
+    def uses_model_parallelism(self) -> bool:
         """Whether the model is partitioned by more than ZeRO."""
         return max(self.tensor, self.context, self.pipeline, self.expert) > 1
 

@@ -34,7 +34,9 @@ class MeetServer(BoundedThreads, HTTPServer):
     request_queue_size = 128
 
     def __init__(self, listener: socket.socket, rounds: Rounds, token: str | None) -> None:
-        super().__init__(listener.getsockname()[:2], Handler, bind_and_activate=False, connections=CONNECTIONS)
+        super().__init__(
+            listener.getsockname()[:2], SyncRequestHandler, bind_and_activate=False, connections=CONNECTIONS
+        )
         self.socket.close()
         self.socket = listener
         self.rounds = rounds
@@ -48,7 +50,7 @@ class MeetServer(BoundedThreads, HTTPServer):
             super().handle_error(request, client_address)
 
 
-class Handler(BaseHTTPRequestHandler):
+class SyncRequestHandler(BaseHTTPRequestHandler):
     """Handles one connection."""
 
     server: MeetServer

@@ -1,8 +1,8 @@
 """Tensors that are never materialised in full, saved and loaded by PyTorch's distributed checkpoint.
 
-Offloaded tensors are stored in pieces, on the host or on disk, or in two halves. A `Rows` presents an outline to the
-checkpoint (shape, dtype, sharding; no memory), returns this rank's part when it is written, and receives rows as they
-are read. Loading and saving then need memory for one more tensor.
+Offloaded tensors are stored in pieces, on the host or on disk, or in two halves. A `LazyShardedTensor` presents an
+outline to the checkpoint (shape, dtype, sharding; no memory), returns this rank's part when it is written, and receives
+rows as they are read. Loading and saving then need memory for one more tensor.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from shardwise.core.errors import UserError
 
 
 @dataclass(frozen=True)
-class Rows:
+class LazyShardedTensor:
     """A sharded tensor by its rows: `parts` returns this rank's, in order; `write` stores rows from an offset on."""
 
     outline: torch.Tensor
@@ -47,16 +47,16 @@ def outline(like: torch.Tensor, shape: tuple[int, ...], local: tuple[int, ...], 
     return DTensor(empty, spec, requires_grad=False)
 
 
-def split_rows(tensors: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Rows]]:
-    """Splits a state dict for the planners: all tensors, with outlines in place of Rows, and the Rows."""
-    rows = {name: value for name, value in tensors.items() if isinstance(value, Rows)}
-    return {n: v.outline if isinstance(v, Rows) else v for n, v in tensors.items()}, rows
+def split_rows(tensors: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, LazyShardedTensor]]:
+    """Splits a state dict for the planners: all tensors, lazy ones replaced by their outlines, and the lazy ones."""
+    rows = {name: value for name, value in tensors.items() if isinstance(value, LazyShardedTensor)}
+    return {n: v.outline if isinstance(v, LazyShardedTensor) else v for n, v in tensors.items()}, rows
 
 
 class LoadRows(DefaultLoadPlanner):
     """Load planner that passes rows on as soon as they are read."""
 
-    def __init__(self, rows: Mapping[str, Rows]) -> None:
+    def __init__(self, rows: Mapping[str, LazyShardedTensor]) -> None:
         super().__init__()
         self._rows = rows
 

@@ -32,7 +32,7 @@ EXPORTED_RUN = "shardwise_run.json"
 
 
 @dataclass
-class Session:
+class EvaluationSession:
     """Results so far, and where they are written."""
 
     models: list[str]
@@ -104,7 +104,7 @@ def evaluate(
     default_run = next((run for run in runs.values() if run is not None), None)
     todo = list(tasks) or [LossTask()]
     _check(todo, models, output)
-    session = Session(list(models), todo, output)
+    session = EvaluationSession(list(models), todo, output)
     session.begin()
     try:
         _measure_all(session, runs, default_run, changed_tokenizer)
@@ -130,7 +130,7 @@ def _check(tasks: Sequence[Any], models: Sequence[str], output: Path | None) -> 
 
 
 def _measure_all(
-    session: Session, runs: dict[str, Run | None], default_run: Run | None, changed_tokenizer: bool
+    session: EvaluationSession, runs: dict[str, Run | None], default_run: Run | None, changed_tokenizer: bool
 ) -> None:
     from shardwise.evaluate.judge import collect_answers, judge_all
     from shardwise.export.inference import load_for_inference
@@ -193,7 +193,7 @@ def check_causal(name: str, model: Any) -> None:
         raise UserError("MODEL", name, problem, "measure its loss and figures: leave the other tasks out")
 
 
-def _show(session: Session, as_json: bool) -> None:
+def _show(session: EvaluationSession, as_json: bool) -> None:
     if as_json:
         print(json.dumps(session.to_json(), indent=1, ensure_ascii=False))
     elif session.results:

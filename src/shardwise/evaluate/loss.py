@@ -34,7 +34,7 @@ from shardwise.objectives.make import make_objective
 from shardwise.parallel.routers.install import watch_routers
 from shardwise.parallel.selfcheck import UnshardedModel, check_documents
 from shardwise.resolved_run import ResolvedRun
-from shardwise.train.heldout import Rounds, evaluation_of, summed_losses
+from shardwise.train.heldout import HeldoutBatching, evaluation_of, summed_losses
 
 UNTRAINED = Adapted(0, 0, 0, 0, None, (), None)
 ALONE = ("causal", "seq2seq", "masked", "classify")  # objectives that need no model besides the one that is measured
@@ -90,7 +90,7 @@ def _measure(label: str, job: ResolvedRun, model: Any, loader: Loader, vocabular
         advance(1)
 
     with unsharded.evaluation(), not_recording(model):
-        sums = summed_losses(model, objective, loader, Rounds(micro), model.device, each=collect)
+        sums = summed_losses(model, objective, loader, HeldoutBatching(micro), model.device, each=collect)
     if routers is not None:
         routers.remove()
     evaluation = evaluation_of(sums, objective, loader.names)

@@ -23,7 +23,7 @@ import torch
 from shardwise.core.compat.hf_private import attention_of
 from shardwise.core.cpu_probe import free_memory
 from shardwise.core.errors import RunFailed, UserError
-from shardwise.nn.adapters.layers import adapter_layers, worn_parameters
+from shardwise.nn.adapters.layers import adapter_layers, merged_parameters_by_probing
 from shardwise.nn.adapters.peft import WEIGHTS
 from shardwise.nn.models.names import link
 from shardwise.nn.models.origin import Origin, counted
@@ -228,7 +228,7 @@ def _parameters(reference: Any, exported: Any) -> tuple[float, str]:
     exported_parameters = dict(exported.named_parameters(remove_duplicate=False))
     worst = (0.0, "")
     adapted = any(True for _ in adapter_layers(exported))
-    for name, expected in reference.named_parameters() if adapted else worn_parameters(reference):
+    for name, expected in reference.named_parameters() if adapted else merged_parameters_by_probing(reference):
         actual = exported_parameters.get(name)
         if actual is None or actual.shape != expected.shape:
             return float("inf"), name

@@ -16,7 +16,7 @@ from shardwise.config.resolve import world_size
 from shardwise.config.schema import Run
 from shardwise.core.errors import Interrupted, OutOfMemory, RunFailed, UserError
 from shardwise.data.mixing import all_names
-from shardwise.foresight.plan.worth import worth_predicting
+from shardwise.foresight.plan.needs_prediction import worth_predicting
 from shardwise.foresight.prepare import prepare_run
 from shardwise.nn.models.source import ModelSource
 from shardwise.observe.tokenising import TokenisingProgress
@@ -61,7 +61,7 @@ class Trainer:
                 with TokenisingProgress(all_names(self.loaded.run.data)) as bars:
                     progress = bars.update if os.environ.get("RANK", "0") == "0" else None
                     self._resolved = prepare_run(self.loaded, say, progress, partial(self._gate, say))
-                if self._resolved.run.parallel.beyond_data and int(os.environ.get("LOCAL_RANK", 0)) == 0:
+                if self._resolved.run.parallel.uses_model_parallelism and int(os.environ.get("LOCAL_RANK", 0)) == 0:
                     from shardwise.train.trial.check import check_axes
 
                     check_axes(self._resolved.source, self._resolved.run, say)

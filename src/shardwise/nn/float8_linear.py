@@ -17,7 +17,7 @@ from shardwise.core.errors import UserError
 from shardwise.nn.adapters.layers import is_transposed
 from shardwise.nn.adapters.targets import find_targets, linear_modules
 from shardwise.nn.kernels.float8 import Recipe, float8_linear
-from shardwise.nn.kernels.round_turned import MULTIPLE
+from shardwise.nn.kernels.transposed_round import MULTIPLE
 
 if TYPE_CHECKING:
     from shardwise.config.schema import Fp8

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from shardwise.resolved_run import ResolvedRun
 
 
-def held_besides(job: ResolvedRun) -> Iterator[tuple[str, str, float, str]]:
+def extra_model_memory(job: ResolvedRun) -> Iterator[tuple[str, str, float, str]]:
     """Each model's name, description, bytes on each rank's device, and a remark."""
     run = job.run
     shard = shard_size(run.parallel.zero, run.parallel.dp_shard_size, job.ranks)

@@ -36,7 +36,7 @@ class Speed:
 
 def advise(run: Run, speed: Speed) -> list[str]:
     """Suggestions from the measurements, the largest gain first."""
-    step = _Step(run, speed)
+    step = _ProfiledStep(run, speed)
     suggestions = [suggestion for rule in RULES if (suggestion := rule(step)) is not None]
     return [text for _, text in sorted(suggestions, key=lambda suggestion: -suggestion[0])]
 
@@ -45,7 +45,7 @@ Suggestion = tuple[float, str]  # the share of the step that it may save, and th
 
 
 @dataclass(frozen=True)
-class _Step:
+class _ProfiledStep:
     """A profiled step as the rules see it: shares of its time and memory."""
 
     run: Run
@@ -70,14 +70,14 @@ class _Step:
         return self.speed.profile.exposed.get(kind, 0) / self.seconds
 
 
-def _fuse_elementwise(step: _Step) -> Suggestion | None:
+def _fuse_elementwise(step: _ProfiledStep) -> Suggestion | None:
     share = step.share(REST)
     if not step.cuda or step.run.compiled or share <= 0.12:
         return None
     return share / 2, f"compile: true fuses norms and elementwise work, {share:.0%} of the step"
 
 
-def _feed_the_gpu(step: _Step) -> Suggestion | None:
+def _feed_the_gpu(step: _ProfiledStep) -> Suggestion | None:
     speed = step.speed
     if speed.device == "CPU":
         return None
@@ -90,7 +90,7 @@ def _feed_the_gpu(step: _Step) -> Suggestion | None:
     return idle, f"the GPU waits for the host {idle:.0%} of the time: {remedy} gives it longer kernels"
 
 
-def _communicate_less(step: _Step) -> Suggestion | None:
+def _communicate_less(step: _ProfiledStep) -> Suggestion | None:
     share = step.share("communication")
     if share <= 0.1:
         return None
@@ -102,7 +102,7 @@ def _communicate_less(step: _Step) -> Suggestion | None:
     return share, f"communication that nothing hides takes {share:.0%}: {', '.join(remedies)}"
 
 
-def _reduce_in_bf16(step: _Step) -> Suggestion | None:
+def _reduce_in_bf16(step: _ProfiledStep) -> Suggestion | None:
     parallel = step.run.parallel
     share = step.speed.profile.sent.get("reductions", [0.0, 0.0])[1] / step.seconds
     if share <= 0.1 or parallel.reduce_dtype != "fp32" or parallel.zero < 2 or parallel.quantize_gradients:
@@ -111,21 +111,21 @@ def _reduce_in_bf16(step: _Step) -> Suggestion | None:
     return share / 2, f"parallel.reduce_dtype: bf16 would save up to {gain}, and round the sums to it"
 
 
-def _copy_less(step: _Step) -> Suggestion | None:
+def _copy_less(step: _ProfiledStep) -> Suggestion | None:
     share = step.share("copies")
     if not step.cuda or share <= 0.1:
         return None
     return share, f"copies that nothing hides take {share:.0%}: offload less, or compute more tokens a step"
 
 
-def _update_less_often(step: _Step) -> Suggestion | None:
+def _update_less_often(step: _ProfiledStep) -> Suggestion | None:
     share = step.share("optimizer")
     if share <= 0.12:
         return None
     return share / 2, f"the update takes {share:.0%}: more tokens a step (train.batch_size) spread its cost"
 
 
-def _wait_less(step: _Step) -> Suggestion | None:
+def _wait_less(step: _ProfiledStep) -> Suggestion | None:
     share = step.speed.profile.idle / step.seconds
     if step.cuda or share <= 0.25:
         return None
@@ -135,7 +135,7 @@ def _wait_less(step: _Step) -> Suggestion | None:
     return share, f"Python, and waiting for other ranks, take {share:.0%}: {remedy}"
 
 
-def _use_free_memory(step: _Step) -> Suggestion | None:
+def _use_free_memory(step: _ProfiledStep) -> Suggestion | None:
     if not step.cuda:
         return None
     train = step.run.train
@@ -148,7 +148,7 @@ def _use_free_memory(step: _Step) -> Suggestion | None:
     return None
 
 
-def _multiply_in_fp8(step: _Step) -> Suggestion | None:
+def _multiply_in_fp8(step: _ProfiledStep) -> Suggestion | None:
     from shardwise.config.resolve import _has_fp8
 
     run = step.run
@@ -163,7 +163,7 @@ def _multiply_in_fp8(step: _Step) -> Suggestion | None:
 
 
 # Suggestions of equal gain stay in this order.
-RULES: tuple[Callable[[_Step], Suggestion | None], ...] = (
+RULES: tuple[Callable[[_ProfiledStep], Suggestion | None], ...] = (
     _fuse_elementwise,
     _feed_the_gpu,
     _communicate_less,

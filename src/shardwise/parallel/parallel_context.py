@@ -49,10 +49,10 @@ class ParallelContext:
     def take(self, sharded: ShardedModel) -> None:
         """Sets how many ranks hold each part of a parameter, so that norms count it once."""
         shared = self.stages.shared if self.stages is not None else {}
-        sharded.copies = {}
+        sharded.replication_factors = {}
         for name, parameter in sharded.parameters.items():
             stages = len(shared.get(name, (0,)))
-            sharded.copies[name] = _copies(parameter) * stages
+            sharded.replication_factors[name] = _copies(parameter) * stages
 
     @property
     def router_losses(self) -> RouterLosses | None:

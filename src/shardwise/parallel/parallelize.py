@@ -15,11 +15,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.config.schema import Run
 from shardwise.core.compat.torch_private import checkpoint as recompute
 from shardwise.core.dtypes import COMPUTE
 from shardwise.core.effective_device import compiled
+from shardwise.core.printable import counted
 from shardwise.distributed.mesh import World
 from shardwise.nn.adapters.apply import Adapted, apply_method
 from shardwise.nn.adapters.layers import multiply_bases_in_float8
@@ -33,8 +35,9 @@ from shardwise.observe.breakdown import OFF, Timer
 from shardwise.parallel.activations.block_inputs import BlockInputs
 from shardwise.parallel.activations.recompute_groups import save_inputs_by_group
 from shardwise.parallel.activations.saved_attention import SavedAttention
-from shardwise.parallel.context.install import install_context
-from shardwise.parallel.expert.apply import count_loads, spread_experts
+from shardwise.parallel.context.install import apply_context_parallel
+from shardwise.parallel.expert.apply import apply_expert_parallel, count_loads
+from shardwise.parallel.expert.load_counts import ExpertLoads
 from shardwise.parallel.offload.parameters import stub_out
 from shardwise.parallel.offload.pinned_memory import return_freed_memory
 from shardwise.parallel.offload.policy import float8_gathers, is_unsharded, split_in, store_in_bf16
@@ -42,8 +45,8 @@ from shardwise.parallel.parallel_context import ParallelContext
 from shardwise.parallel.pipeline import Pipeline, Stages, cut_model, probe
 from shardwise.parallel.pipeline.cut import sizes_of
 from shardwise.parallel.pipeline.schedule import schedule_of
-from shardwise.parallel.routers.install import install_routers
-from shardwise.parallel.tensor.apply import divide_tensor
+from shardwise.parallel.routers.install import Routing, install_routers
+from shardwise.parallel.tensor.apply import apply_tensor_parallel
 from shardwise.parallel.tensor.local_trial import try_locally
 from shardwise.parallel.tensor.roles import find_roles
 from shardwise.parallel.zero.overlap import CommSettings, install_overlap, requested_comm
@@ -83,7 +86,7 @@ class Assembly:
     blocks: Blocks = field(default_factory=list)
     context: ParallelContext = field(init=False)
     adapted: Adapted | None = None
-    lookup: int = 0
+    embedding_only_numel: int = 0
     saved_attention: SavedAttention | None = None
     comm: CommSettings = field(init=False)
     sharded: ShardedModel = field(init=False)
@@ -143,10 +146,10 @@ def add_adapters(a: Assembly) -> str | None:
         return None
     a.adapted = apply_method(a.model, a.run, a.source.weights)
     a.blocks = find_blocks(a.model)
-    a.lookup = embedding_only_parameters(a.model)
+    a.embedding_only_numel = embedding_only_parameters(a.model)
     if a.adapted.plan is None:
         return None
-    return f"{a.run.method.type} on {len(a.adapted.plan.targets)} modules"
+    return f"{a.run.method.type} on {counted(len(a.adapted.plan.targets), 'module', 'modules')}"
 
 
 def split_master_weights(a: Assembly) -> str | None:
@@ -154,7 +157,7 @@ def split_master_weights(a: Assembly) -> str | None:
     if a.source is None or not split_in(a.run):
         return None
     store_in_bf16(a.model)
-    return "parameters in bf16"
+    return "bf16 + 16-bit remainder in the optimizer"
 
 
 def use_fp8_linears(a: Assembly) -> str | None:
@@ -162,35 +165,43 @@ def use_fp8_linears(a: Assembly) -> str | None:
     layers = use_float8(a.model, a.blocks, a.run.fp8)
     if not layers:
         return None
-    return f"{len(layers)} layers, {a.run.fp8.recipe}"
+    return f"{counted(len(layers), 'layer', 'layers')}, {a.run.fp8.recipe}"
 
 
 def group_experts(a: Assembly) -> str | None:
     """Computes all experts of a layer by two grouped matrix products."""
     if a.source is None or a.run.experts != "auto":
         return None
-    use_grouped_experts(a.model)
-    return None
+    layers = use_grouped_experts(a.model)
+    return counted(len(layers), "layer", "layers") if layers else None
 
 
 def multiply_frozen_bases_in_fp8(a: Assembly) -> str | None:
     """Multiplies in fp8 with quantized bases of adapters."""
-    if a.source is not None and a.run.parallel.tensor == 1:
-        multiply_bases_in_float8(a.model, a.world.device, getattr(a.run.method, "multiply", "auto"))
+    if a.source is None or a.run.parallel.tensor > 1:
+        return None
+    mode = getattr(a.run.method, "multiply", "auto")
+    layers = multiply_bases_in_float8(a.model, a.world.device, mode)
+    return counted(layers, "layer", "layers") if layers else None
+
+
+def build_tiny_model(a: Assembly) -> str | None:
+    """Builds a tiny fp32 model of the class, which stays unsharded, to examine its structure."""
+    if a.run.parallel.uses_model_parallelism:
+        a.context.tiny = replace(a.case, dtype=torch.float32).model()
     return None
 
 
-def shard_experts_over_ranks(a: Assembly) -> str | None:
+def use_expert_parallelism(a: Assembly) -> str | None:
     """Expert parallelism: each rank of a group holds a share of every layer's experts."""
-    if a.run.parallel.beyond_data:
-        a.context.tiny = replace(a.case, dtype=torch.float32).model()
     if a.world.expert is None:
         return None
     try:
-        a.context.experts = spread_experts(a.model, a.world.expert)
+        a.context.experts = apply_expert_parallel(a.model, a.world.expert)
     except CannotParallelize as refusal:
         raise AxisRefused("expert", refusal) from None
-    return f"{len(a.context.experts.named)} layers over {a.world.expert.size()} ranks"
+    layers = counted(len(a.context.experts.named), "layer", "layers")
+    return f"{layers} over {a.world.expert.size()} ranks"
 
 
 def cut_into_stages(a: Assembly) -> str | None:
@@ -216,30 +227,32 @@ def cut_into_stages(a: Assembly) -> str | None:
             if next(module.parameters(), None) is not None
         }
         a.context.experts = replace(experts, named=local)
-    return f"{len(a.blocks)} blocks on this stage, {schedule.style}"
+    return f"{counted(len(a.blocks), 'block', 'blocks')} on this stage"
 
 
-def shard_tensors(a: Assembly) -> str | None:
+def use_tensor_parallelism(a: Assembly) -> str | None:
     """Tensor and sequence parallelism."""
     if a.world.tensor is None:
         return None
     try:
         roles = find_roles(a.case.model())
         local = try_locally(a.case, roles)
-        a.context.tensor = divide_tensor(a.model, roles, a.world.tensor, local=local)
+        a.context.tensor = apply_tensor_parallel(a.model, roles, a.world.tensor, local=local)
     except CannotParallelize as refusal:
         raise AxisRefused("tensor", refusal) from None
-    local = sum(block in a.context.tensor.local for _, block in a.blocks)
+    on_plain = sum(block in a.context.tensor.local for _, block in a.blocks)
     ranks = a.world.tensor.size()
-    return f"over {ranks} ranks, {local} of {len(a.blocks)} blocks on plain tensors"
+    return f"over {ranks} ranks, {on_plain} of {len(a.blocks)} blocks on plain tensors"
 
 
-def shard_sequences(a: Assembly) -> str | None:
+def use_context_parallelism(a: Assembly) -> str | None:
     """Context parallelism: each rank holds a part of every row."""
     if a.world.context is None:
         return None
     try:
-        a.context.context = install_context(a.model, a.world.context, a.run.parallel.context_kind)
+        a.context.context = apply_context_parallel(
+            a.model, a.world.context, a.run.parallel.context_kind
+        )
     except CannotParallelize as refusal:
         raise AxisRefused("context", refusal) from None
     return f"{a.run.parallel.context_kind} over {a.world.context.size()} ranks"
@@ -256,7 +269,8 @@ def build_pipeline(a: Assembly) -> str | None:
         a.context.stages, a.world.pipeline.get_group(), schedule, a.world.device, meshes
     )
     a.context.pipeline.record = a.run.log.breakdown
-    return None
+    chunks = counted(schedule.chunks, "chunk", "chunks")
+    return f"{schedule.style} over {a.world.pipeline.size()} ranks, {chunks} per rank"
 
 
 def tile_mlps(a: Assembly) -> str | None:
@@ -265,7 +279,7 @@ def tile_mlps(a: Assembly) -> str | None:
         return None
     small = a.case.model().float()
     tile_blocks(a.model, a.blocks, small, a.case.inputs(), a.run.tiled_mlp, a.run.compiled)
-    return f"{a.run.tiled_mlp} tokens at a time"
+    return f"{counted(a.run.tiled_mlp, 'token', 'tokens')} at a time"
 
 
 def add_router_losses(a: Assembly) -> str | None:
@@ -278,9 +292,11 @@ def add_router_losses(a: Assembly) -> str | None:
     else:
         context.loads = count_loads(a.model, a.world.device)
     context.routing = install_routers(a.model, a.source, a.run, context.loads, a.world)
-    if context.stages is not None and context.routing is not None:
+    if context.routing is None:
+        return None
+    if context.stages is not None:
         context.stages.carried = context.routing.losses
-    return None if context.routing is None else "loads counted, losses added"
+    return _describe_routing(context.routing, context.loads)
 
 
 def recompute_activations(a: Assembly) -> str | None:
@@ -304,7 +320,14 @@ def recompute_activations(a: Assembly) -> str | None:
     if a.run.recompute_group > 1:
         save_inputs_by_group(blocks, a.run.recompute_group, inputs, saved)
     a.saved_attention = saved
-    return f"{len(blocks)} blocks"
+    line = counted(len(blocks), "block", "blocks")
+    if a.run.recompute_group > 1:
+        line += f" in groups of {a.run.recompute_group}"
+    if inputs is not None:
+        line += f", inputs of {offloaded} offloaded to the CPU"
+    if saved is not None:
+        line += ", attention saved"
+    return line
 
 
 def compile_blocks(a: Assembly) -> str | None:
@@ -336,7 +359,9 @@ def fully_shard_experts(a: Assembly) -> str | None:
         a.run.precision,
         a.run.parallel.reduce_dtype,
     )
-    return None
+    assert a.world.expert_shards is not None
+    layers = counted(len(a.context.experts.modules), "layer", "layers")
+    return f"{layers} over {_describe_mesh(a.world.expert_shards)}"
 
 
 def fully_shard_blocks(a: Assembly) -> str | None:
@@ -350,12 +375,10 @@ def fully_shard_blocks(a: Assembly) -> str | None:
         a.run.parallel.reduce_dtype,
     )
     shard_model(a.model, a.blocks, a.world.mesh, a.run.parallel.zero, a.run.precision, options)
-    replicas = a.world.mesh.size(0)
-    shards = a.world.mesh.size(1)
-    return f"ZeRO-{a.run.parallel.zero} over {shards} ranks, {replicas} replicas, {a.run.precision}"
+    return f"ZeRO-{a.run.parallel.zero} over {_describe_mesh(a.world.mesh)}, {a.run.precision}"
 
 
-def give_memory(a: Assembly) -> str | None:
+def materialize_parameters(a: Assembly) -> str | None:
     """Allocates the shards on the device, or leaves them to offloading."""
     if a.source is None or a.run.offload.parameters == "none":
         a.materialise(a.model, a.world.device)
@@ -366,15 +389,15 @@ def give_memory(a: Assembly) -> str | None:
     return f"parameters on {a.run.offload.parameters}"
 
 
-def take_parameters(a: Assembly) -> str | None:
+def create_sharded_model(a: Assembly) -> str | None:
     """Creates the ShardedModel: which parameters are trained, saved and counted."""
     a.sharded = ShardedModel(a.model, a.run.parallel.zero, a.world.mesh)
     a.sharded.kept = None if a.adapted is None else a.adapted.kept
-    a.sharded.lookup = a.lookup
+    a.sharded.embedding_only_numel = a.embedding_only_numel
     a.sharded.timer = a.timer
     if a.saved_attention is not None:
-        a.sharded.idle = a.saved_attention.idle
-    if a.run.parallel.beyond_data:
+        a.sharded.ineffective_notes = a.saved_attention.idle
+    if a.run.parallel.uses_model_parallelism:
         a.context.take(a.sharded)
     return None
 
@@ -384,11 +407,15 @@ def install_communication(a: Assembly) -> str | None:
     if not a.trains:
         return None
     parallel = a.run.parallel
-    install_collectives(
+    line = install_collectives(
         a.sharded, parallel, a.world, a.run.timeout, float8_gathers(a.run, a.world.mesh.size(1))
     )
-    install_overlap(a.sharded, a.comm.prefetch, not parallel.quantize_gradients, a.timer.on)
-    return None if a.comm.prefetch is None else f"{a.comm.prefetch} units prefetched"
+    prefetch = a.comm.prefetch
+    reductions = not parallel.quantize_gradients
+    if install_overlap(a.sharded, prefetch, reductions, a.timer.on) and prefetch is not None:
+        prefetched = f"{counted(prefetch, 'unit', 'units')} prefetched"
+        line = f"{line}; {prefetched}" if line else prefetched
+    return line or None
 
 
 STEPS: tuple[Step, ...] = (
@@ -397,10 +424,11 @@ STEPS: tuple[Step, ...] = (
     use_fp8_linears,
     group_experts,
     multiply_frozen_bases_in_fp8,
-    shard_experts_over_ranks,
+    build_tiny_model,
+    use_expert_parallelism,
     cut_into_stages,
-    shard_tensors,
-    shard_sequences,
+    use_tensor_parallelism,
+    use_context_parallelism,
     build_pipeline,
     tile_mlps,
     add_router_losses,
@@ -408,10 +436,31 @@ STEPS: tuple[Step, ...] = (
     compile_blocks,
     fully_shard_experts,
     fully_shard_blocks,
-    give_memory,
-    take_parameters,
+    materialize_parameters,
+    create_sharded_model,
     install_communication,
 )
+
+
+def _describe_routing(routing: Routing, loads: ExpertLoads | None) -> str | None:
+    """What was added for the routers; None if nothing was."""
+    weights = routing.losses.terms
+    added = []
+    if loads is not None:
+        added.append("loads counted")
+    if weights.aux:
+        added.append(f"auxiliary loss × {weights.aux:g}")
+    if weights.z:
+        added.append(f"z-loss × {weights.z:g}")
+    if routing.bias is not None:
+        added.append(f"bias moves by {routing.bias.rate:g} a step")
+    return ", ".join(added) or None
+
+
+def _describe_mesh(mesh: DeviceMesh) -> str:
+    """The ranks and replicas of a (replicate, shard) mesh, in words."""
+    ranks = counted(mesh.size(1), "rank", "ranks")
+    return f"{ranks}, {counted(mesh.size(0), 'replica', 'replicas')}"
 
 
 def embedding_only_parameters(model: Any) -> int:

@@ -25,7 +25,7 @@ from shardwise.nn.attention.document_mask import RowsMask
 from shardwise.nn.attention.varlen import attention_as, install
 from shardwise.nn.models.build import evaluating
 from shardwise.parallel.zero.stages import ShardedModel
-from shardwise.parallel.zero.update import Update
+from shardwise.parallel.zero.update import OptimizerStep
 from shardwise.resolved_run import ResolvedRun
 
 LENGTH = 24
@@ -141,7 +141,7 @@ def check_decoder(sharded: CallsWhole, vocabulary: int, label: str, device: torc
             raise UserError("model", label, problem, "use another encoder–decoder model")
 
 
-def without_gradient(sharded: ShardedModel, update: Update) -> str:
+def without_gradient(sharded: ShardedModel, update: OptimizerStep) -> str:
     """A warning about trained parameters without a gradient after the first backward, or "".
 
     Some models bypass a layer's forward, where its adapter is (fused state-space kernels do).

@@ -121,12 +121,12 @@ def web_config(app: Any) -> Any:
     """Returns uvicorn's configuration, with limits on connections and on slow clients."""
     import uvicorn
 
-    from shardwise.serve.impatient import Impatient
+    from shardwise.serve.head_timeout import HeadTimeoutProtocol
 
     return uvicorn.Config(
         app, log_config=None, access_log=False, server_header=False, timeout_graceful_shutdown=int(GRACE) + 5,
-        timeout_keep_alive=30, lifespan="off", ws="none", http=Impatient, h11_max_incomplete_event_size=16 << 10,
-        limit_concurrency=MOST_AT_ONCE,
+        timeout_keep_alive=30, lifespan="off", ws="none", http=HeadTimeoutProtocol,
+        h11_max_incomplete_event_size=16 << 10, limit_concurrency=MOST_AT_ONCE,
     )  # fmt: skip
 
 

@@ -24,7 +24,7 @@ from shardwise.distributed.mesh import MeshLayout, layout_of
 from shardwise.distributed.mesh_diagram import axis_lines, picture
 from shardwise.nn.adapters.apply import apply_method
 from shardwise.nn.models.build import build_on_meta, find_blocks
-from shardwise.objectives.cost import held_besides
+from shardwise.objectives.cost import extra_model_memory
 from shardwise.observe.curve import series_from, terminal_curve
 from shardwise.parallel.offload.policy import float8_gathers, held_by_place
 from shardwise.parallel.pipeline.schedule import bubble, schedule_of, simulate
@@ -143,7 +143,7 @@ def _training_rows(job: ResolvedRun, layout: MeshLayout) -> Iterator[tuple[str, 
     times = "×" if job.epochs is None else "of up to"
     yield "steps", f"{run.train.steps} {times} {sequences}; {_epochs(job)}"
     data_ranks = f"{layout.data} ranks"
-    if run.parallel.beyond_data:
+    if run.parallel.uses_model_parallelism:
         data_ranks += " with different data"
     micro = int(run.train.micro_batch_size)
     rounds = _rounds(run, layout)
@@ -161,7 +161,7 @@ def _parallel_rows(job: ResolvedRun, layout: MeshLayout) -> Iterator[tuple[str, 
         sharding += f"; {layout.replicate} groups of {shard}"
     sharding += describe_collectives(parallel, shard, int(run.ranks), float8_gathers(run, shard))
     yield "ranks", f"{ranks}, {sharding}"
-    if parallel.beyond_data:
+    if parallel.uses_model_parallelism:
         yield "axes", "; ".join(axis_lines(layout))
         yield "", Text(picture(layout, int(run.ranks)), no_wrap=True)
         if layout.pipeline > 1:
@@ -182,7 +182,7 @@ def _memory_rows(job: ResolvedRun, layout: MeshLayout) -> Iterator[tuple[str, st
     for place, kinds in held_by_place(job.run, trainable, layout.shard, frozen_bytes).items():
         title, more = _place(place, job.run.offload.optimizer)
         yield title, ", ".join(f"{kind} {human(size)}" for kind, size in kinds.items()) + more
-    for name, what, size, more in held_besides(job):
+    for name, what, size, more in extra_model_memory(job):
         amount = f"{human(size)} per rank" if size else "nothing is held besides"
         content = f"{what}: {amount}"
         if more:

@@ -59,7 +59,7 @@ from shardwise.parallel.offload.policy import (
 )
 from shardwise.parallel.parallelize import parallelize
 from shardwise.parallel.zero.timed_collectives import watch_collectives
-from shardwise.parallel.zero.update import Update
+from shardwise.parallel.zero.update import OptimizerStep
 from shardwise.train.state import prime_optimizer, tensors_of
 
 Fill = Callable[[nn.Module], None]
@@ -144,7 +144,7 @@ class Engine:
         # Gradients are accumulated in fp32, since users may accumulate more micro-batches than
         # configured (set_gradient_accumulation_boundary).
         eager = offloaded_share(config.offload, config.precision, config.max_grad_norm)
-        self._update = Update(
+        self._update = OptimizerStep(
             self.sharded, self.optimizer, self.scaler, config.max_grad_norm, eager
         )
         self.updates = 0
@@ -311,7 +311,7 @@ def initialize(
     if ranks % shard:
         problem = f"does not divide the {ranks} ranks"
         raise UserError("parallel.dp_shard_size", shard, problem, "use a divisor of it")
-    if parallel.beyond_data:
+    if parallel.uses_model_parallelism:
         axes = ", ".join(axes_used(parallel))
         problem = "in your own loop the model is divided by ZeRO alone"
         remedy = "use shardwise train (or Trainer) for these axes"

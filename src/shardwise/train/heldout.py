@@ -35,7 +35,7 @@ class Evaluation:
 
 
 @dataclass(frozen=True)
-class Rounds:
+class HeldoutBatching:
     """How held-out sequences are split: micro-batches of `micro`, over `ranks`, `together` a call.
 
     `together` > 1 is for pipelines, which take several micro-batches at a time.
@@ -51,7 +51,7 @@ def summed_losses(
     model: Any,
     objective: Objective,
     loader: Loader,
-    rounds: Rounds,
+    rounds: HeldoutBatching,
     device: torch.device,
     each: Callable[[torch.Tensor], None] = lambda _: None,
     several: Several | None = None,

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from shardwise.data.loader import StepBatch
 from shardwise.nn.attention.varlen import fast_attention
 from shardwise.optim.schedules import set_rates
-from shardwise.train.heldout import Evaluation, Rounds, evaluation_of, summed_losses
+from shardwise.train.heldout import Evaluation, HeldoutBatching, evaluation_of, summed_losses
 from shardwise.train.outer_sync import NoSync, no_sync
 from shardwise.train.samples import write_samples
 from shardwise.train.session import Outcome, Session
@@ -100,7 +100,7 @@ def evaluate(state: TrainState) -> Evaluation:
     objective = state.objective
     context = state.context
     micro = int(state.job.run.train.micro_batch_size)
-    rounds = Rounds(micro, world.place.data, world.layout.data, context.together)
+    rounds = HeldoutBatching(micro, world.place.data, world.layout.data, context.together)
     with state.sharded.evaluation():
         sums = summed_losses(
             model,

@@ -22,7 +22,7 @@ from shardwise.observe.memory import device_memory
 
 
 @dataclass(frozen=True)
-class _Pending:
+class _PendingRecord:
     step: int
     rate: float
     loss: torch.Tensor
@@ -55,7 +55,7 @@ class Meter:
         self._group = group
         self._device = device
         self.total = total
-        self._pending: list[_Pending] = []
+        self._pending: list[_PendingRecord] = []
         self._started = time.monotonic()
         self._before = seconds
         self._last = self._started
@@ -72,7 +72,7 @@ class Meter:
         if self._first_step is None:
             self._first_step = step
         counts = replace(batch, micro_batches=[])  # do not hold the tensors until the report
-        self._pending.append(_Pending(step, rate, loss, norm, counts))
+        self._pending.append(_PendingRecord(step, rate, loss, norm, counts))
 
     @contextmanager
     def paused(self) -> Iterator[None]:

@@ -231,7 +231,7 @@ class Session:
     def finish(self) -> Outcome:
         """Waits for the last checkpoint; exports the model on the main rank if the run is done."""
         state = self.state
-        self.report.noted([*state.context.idle(), *state.sharded.idle()])
+        self.report.noted([*state.context.idle(), *state.sharded.ineffective_notes()])
         state.status.set("finishing the last checkpoint")
         self.report.ending("the last checkpoint is being written")
         state.store.wait()

@@ -21,7 +21,7 @@ from shardwise.core.effective_device import as_written
 from shardwise.core.errors import UserError
 from shardwise.core.hardware.flops import flops_per_token, peak_flops
 from shardwise.data.loader import Loader
-from shardwise.distributed.lazy_rows import Rows
+from shardwise.distributed.lazy_rows import LazyShardedTensor
 from shardwise.distributed.mesh import World
 from shardwise.nn.adapters.fill import fill_adapters
 from shardwise.nn.models.build import (
@@ -55,7 +55,7 @@ from shardwise.parallel.zero.stages import ShardedModel
 from shardwise.parallel.zero.timed_collectives import watch_collectives
 from shardwise.parallel.zero.tuning import tune
 from shardwise.parallel.zero.units import explain_shard_access
-from shardwise.parallel.zero.update import Update
+from shardwise.parallel.zero.update import OptimizerStep
 from shardwise.resolved_run import ResolvedRun
 from shardwise.train.describe import changed_settings
 from shardwise.train.meter import Meter, Work
@@ -74,7 +74,7 @@ class TrainState:
     objective: Objective
     optimizer: torch.optim.Optimizer
     scaler: LossScaler
-    update: Update
+    update: OptimizerStep
     loader: Loader
     eval_loader: Loader | None
     store: CheckpointStore
@@ -91,7 +91,7 @@ def build_model(
     job: ResolvedRun,
     world: World,
     timer: Timer = OFF,
-    give_memory: Callable[[Any, torch.device], None] = materialise,
+    materialise: Callable[[Any, torch.device], None] = materialise,
     choose: Callable[[Any, list[tuple[str, Any]]], CommSettings] | None = None,
     say: Callable[[str], None] = lambda _: None,
 ) -> tuple[ShardedModel, ParallelContext]:
@@ -102,13 +102,15 @@ def build_model(
     """
     model = build_on_meta(job.source)
     sharded, context = parallelize(
-        model, job.run, world, job.source, timer, give_memory, choose, say
+        model, job.run, world, job.source, timer, materialise, choose, say
     )
     model.train()
     return sharded, context
 
 
-def fill_model(job: ResolvedRun, sharded: ShardedModel, through: Mapping[str, Rows]) -> None:
+def fill_model(
+    job: ResolvedRun, sharded: ShardedModel, through: Mapping[str, LazyShardedTensor]
+) -> None:
     """Writes the initial values, from files or random; split parameters go `through` masters."""
     if job.source.weights is not None:
         load_weights(sharded.model, job.source.weights, through)
@@ -155,7 +157,7 @@ def build_state(
     if world.is_main:
         _write_assembly(job.output, steps)
     optimizer = build_optimizer(job, world, sharded, disk, say)
-    split: Mapping[str, Rows] = {}
+    split: Mapping[str, LazyShardedTensor] = {}
     if isinstance(optimizer, OffloadedOptimizer):
         split = masters(optimizer, sharded.model)
     fill_model(job, sharded, split)
@@ -183,7 +185,7 @@ def build_state(
         copies.settle()
 
     accumulates = run.train.batch_size > int(run.train.micro_batch_size) * world.layout.data
-    update = Update(
+    update = OptimizerStep(
         sharded,
         optimizer,
         scaler,
@@ -314,14 +316,14 @@ def _report_start(
 
 def check_divided_rows(context: Context, packing: bool, say: Callable[[str], None]) -> None:
     """Rejects packed rows if the model cannot shard them; reports modules that need full rows."""
-    findings = context.findings
-    if packing and not findings.packed:
-        reason = findings.trouble
+    support = context.support
+    if packing and not support.packed:
+        reason = support.trouble
         problem = f"packed documents cannot be divided over ranks by this model ({reason})"
         remedy = "set data.packing: false, or parallel.context: 1"
         raise UserError("data.packing", True, problem, remedy)
-    if findings.whole:
-        names = ", ".join(sorted(findings.whole))
+    if support.whole:
+        names = ", ".join(sorted(support.whole))
         say(f"context: {names} mix positions by their own code and get whole rows on every rank")
 
 
@@ -339,7 +341,7 @@ def _meter(
     width = getattr(config, "hidden_size", None) or model.get_input_embeddings().weight.shape[-1]
     flops = flops_per_token(
         job.parameters,
-        sharded.lookup,
+        sharded.embedding_only_numel,
         layers,
         width,
         job.run.data.sequence_length,

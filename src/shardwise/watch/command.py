@@ -78,7 +78,7 @@ def server(finder: Finder, listener: socket.socket, host: str, token: str | None
     import uvicorn
 
     from shardwise.core.network import is_loopback
-    from shardwise.serve.impatient import Impatient
+    from shardwise.serve.head_timeout import HeadTimeoutProtocol
     from shardwise.watch.app import Door, Pages
 
     door = Door(token, is_loopback(host), f"shardwise_watch_{listener.getsockname()[1]}")
@@ -87,7 +87,7 @@ def server(finder: Finder, listener: socket.socket, host: str, token: str | None
         uvicorn.Config(
             Pages(finder, door).app(), log_level="error", access_log=False, server_header=False, lifespan="off",
             ws="none", limit_concurrency=MOST_AT_ONCE, timeout_keep_alive=15, timeout_graceful_shutdown=1,
-            http=Impatient, h11_max_incomplete_event_size=16 << 10,
+            http=HeadTimeoutProtocol, h11_max_incomplete_event_size=16 << 10,
         )
     )  # fmt: skip
 

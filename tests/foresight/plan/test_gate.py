@@ -15,7 +15,7 @@ from shardwise.config.load import load_run
 from shardwise.config.resolve import resolve_machine
 from shardwise.core.errors import UserError
 from shardwise.core.hardware.specs import Cluster, cluster_of
-from shardwise.foresight.plan import auto, gate, worth
+from shardwise.foresight.plan import auto, gate, needs_prediction
 from shardwise.foresight.rehearse.ledger import WORKSPACE
 from shardwise.launch import trainer
 from shardwise.launch.trainer import Trainer
@@ -103,9 +103,9 @@ def test_what_does_not_fit_is_refused_and_its_first_remedy_runs(
 
 def test_on_a_cpu_only_large_runs_are_predicted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = resolve_machine(load_run(a_run(tmp_path, objective="causal")).run).run
-    assert not worth.worth_predicting(run, 1, 10**6, 0)
-    monkeypatch.setattr(worth, "usable_memory", lambda: 10**7)
-    assert worth.worth_predicting(run, 1, 10**6, 0)
+    assert not needs_prediction.worth_predicting(run, 1, 10**6, 0)
+    monkeypatch.setattr(needs_prediction, "usable_memory", lambda: 10**7)
+    assert needs_prediction.worth_predicting(run, 1, 10**6, 0)
     assert prepared(a_run(tmp_path))[0].prediction is None
 
 

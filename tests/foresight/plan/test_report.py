@@ -23,11 +23,11 @@ from shardwise.core.hardware.specs import cluster_of
 from shardwise.foresight.plan.charts import seconds, ticks
 from shardwise.foresight.plan.command import _resolved
 from shardwise.foresight.plan.explain import describe, long_time, money, reasons
-from shardwise.foresight.plan.ladder import ladder, variants
 from shardwise.foresight.plan.quick import Quick, Strategy
 from shardwise.foresight.plan.report import render_report, write_report
 from shardwise.foresight.plan.search import Plan, search
 from shardwise.foresight.plan.strategies import enumerate_strategies
+from shardwise.foresight.plan.technique_steps import technique_steps, variants
 from shardwise.foresight.plan.timeline import schedule
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -119,11 +119,11 @@ def test_a_page_is_written_whole(plan: Plan, tmp_path: Path) -> None:
 
 def test_techniques_one_by_one(plan: Plan) -> None:
     chosen = Strategy(3, micro=2, recompute=True, tensor=2)
-    rungs = ladder(plan, chosen)
-    assert rungs[0].strategy == Strategy(0)
-    assert rungs[-1].strategy == chosen
-    assert [rung.strategy.zero for rung in rungs] == [0, 1, 2, 3, 3, 3, 3]
-    problems = {rung.name: rung.problem for rung in variants(plan, replace(chosen, micro=4))}
+    steps = technique_steps(plan, chosen)
+    assert steps[0].strategy == Strategy(0)
+    assert steps[-1].strategy == chosen
+    assert [step.strategy.zero for step in steps] == [0, 1, 2, 3, 3, 3, 3]
+    problems = {step.name: step.problem for step in variants(plan, replace(chosen, micro=4))}
     assert problems["ZeRO-1"] is None
     assert problems["micro-batch 8"] is None
     batch = replace(
@@ -131,7 +131,9 @@ def test_techniques_one_by_one(plan: Plan) -> None:
     )
     batch = replace(batch, quick=Quick(plan.quick.of, batch.run, plan.cluster))  # type: ignore[union-attr]
     assert "cannot be divided among 8" in str({r.name: r.problem for r in variants(batch, chosen)}["without tensor"])
-    assert all(rung.strategy.tensor == 2 for rung in ladder(batch, chosen)), "12 sequences do not go to 8 ranks"
+    assert all(step.strategy.tensor == 2 for step in technique_steps(batch, chosen)), (
+        "12 sequences do not go to 8 ranks"
+    )
 
 
 @pytest.mark.parametrize(

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, get_args
 
 import pytest
 
+from shardwise.config.schedules import ScheduleName
+from shardwise.config.schema import Parallel
 from shardwise.core.hardware.specs import cluster_of
+from shardwise.foresight.plan.estimate import idle_seconds, in_flight
 from shardwise.foresight.plan.time import kernel
+from shardwise.foresight.plan.timeline import chunks_drawn
 from shardwise.foresight.rehearse.tracker import OperatorWork
 
 H200 = cluster_of("h200", 1, 1).device
@@ -41,3 +47,19 @@ def test_eight_bits_are_faster_for_large_products_alone() -> None:
     assert kernel(product(8192, 8192, 8192), H200, fp8=True) < 0.8 * kernel(product(8192, 8192, 8192), H200)
     small = product(8192, 64, 8192)
     assert kernel(small, H200, fp8=True) == kernel(small, H200)
+
+
+@pytest.mark.parametrize("name", get_args(ScheduleName))
+def test_every_pipeline_schedule_has_memory_idle_time_and_a_picture(name: ScheduleName) -> None:
+    run: Any = SimpleNamespace(parallel=Parallel(pipeline=4, pipeline_schedule=name))
+    assert 1 <= in_flight(run, 8) <= 8
+    assert 0 < idle_seconds(run, 8, 1.0) <= 24
+    assert chunks_drawn(run.parallel) >= 1
+
+
+def test_an_unknown_pipeline_schedule_is_an_error() -> None:
+    parallel: Any = SimpleNamespace(pipeline=4, pipeline_schedule="new", virtual_stages=None, chunks_per_rank=1)
+    run: Any = SimpleNamespace(parallel=parallel)
+    for ask in (lambda: in_flight(run, 8), lambda: idle_seconds(run, 8, 1.0), lambda: chunks_drawn(parallel)):
+        with pytest.raises(AssertionError):
+            ask()

@@ -24,7 +24,7 @@ from shardwise.foresight.verify.compare import (
     worst_difference,
     write_reference,
 )
-from shardwise.foresight.verify.sized import Room, fewer_layers, kinds_within, make_model, tiny_config
+from shardwise.foresight.verify.shrunk_model import Room, fewer_layers, kinds_within, make_model, tiny_config
 from shardwise.nn.models.source import ModelSource
 
 

@@ -7,7 +7,7 @@ import torch
 
 from shardwise.nn.kernels.float8 import FORWARD, TINY, inverse_for, largest_of, scale_for
 from shardwise.nn.kernels.pack_float8 import ALIGN, lay_out, pack, unpack_into
-from shardwise.nn.kernels.round_turned import rounded
+from shardwise.nn.kernels.transposed_round import rounded
 
 # Of the largest value: below TINY and around it, where weights are, and near the ends of bf16.
 EXPONENTS = (-126, -60, -41, -40, -39, -20, -4, 0, 7, 127)

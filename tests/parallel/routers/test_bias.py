@@ -18,7 +18,7 @@ from shardwise.parallel.expert.apply import count_loads
 from shardwise.parallel.routers.bias import BiasUpdate
 from shardwise.parallel.routers.find import find_routers
 from shardwise.parallel.routers.token_groups import Tokens
-from shardwise.parallel.zero.update import Update
+from shardwise.parallel.zero.update import OptimizerStep
 
 
 def made(name: str) -> tuple[Any, Any, BiasUpdate]:
@@ -100,8 +100,8 @@ def test_the_update_says_whether_a_step_was_taken() -> None:
     for scaled in (False, True):
         optimizer = torch.optim.SGD([weight], 0.1)
         scaler = LossScaler("cpu", LossScale(), enabled=scaled)
-        sharded: Any = _Sharded(copies=None, parameters={"weight": weight})
-        update = Update(sharded, optimizer, scaler, None, 0.0, then=said.append)
+        sharded: Any = _Sharded(replication_factors=None, parameters={"weight": weight})
+        update = OptimizerStep(sharded, optimizer, scaler, None, 0.0, then=said.append)
         for gradient, allowed in ((1.0, None), (float("inf"), None), (1.0, lambda norm: False)):
             weight.grad = torch.full((2,), gradient)
             update(allowed)

@@ -10,10 +10,10 @@ from torch import nn
 
 from shardwise.config.schema import Run
 from shardwise.core.errors import UserError
-from shardwise.parallel.routers.find import Routers, Site
+from shardwise.parallel.routers.find import RouterModules, Routers
 from shardwise.parallel.routers.settings import Chosen, choose, describe_choice
 
-SITE = Site("Gate", "layers.*.gate", 0)
+SITE = RouterModules("Gate", "layers.*.gate", 0)
 MIXTRAL = Routers((SITE,), 2, 0.01, False, "", {})
 DEEPSEEK = Routers((SITE,), 8, None, False, "", {"layers.*.experts": "layers.*.gate.bias"})
 

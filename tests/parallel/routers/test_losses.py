@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-from shardwise.parallel.routers.losses import Terms, losses_of, sums_of
+from shardwise.parallel.routers.losses import RouterLossWeights, losses_of, sums_of
 
 LENGTHS = (5, 9, 3, 12)
 WEIGHTS = torch.tensor([2.0, 7.0, 0.0, 5.0, 0.0])  # the last is padding's
@@ -23,7 +23,7 @@ def numbers() -> torch.Tensor:
     return torch.arange(5).repeat_interleave(torch.tensor([*LENGTHS, PADDING]))
 
 
-def ours(layers: list[torch.Tensor], terms: Terms) -> dict[str, torch.Tensor]:
+def ours(layers: list[torch.Tensor], terms: RouterLossWeights) -> dict[str, torch.Tensor]:
     sums = torch.stack([sums_of(one, numbers(), WEIGHTS, terms) for one in layers]).sum(0)
     return losses_of(sums, WEIGHTS, terms)
 
@@ -40,7 +40,7 @@ def theirs(layers: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_values_and_gradients_are_those_of_each_group_alone(dtype: torch.dtype) -> None:
-    found = ours(mine := logits(dtype), Terms(0.3, 0.2, TOP_K))
+    found = ours(mine := logits(dtype), RouterLossWeights(0.3, 0.2, TOP_K))
     wanted = theirs(other := logits(dtype))
     assert [float(found["aux_loss"]), float(found["z_loss"])] == pytest.approx([float(w) for w in wanted], rel=1e-5)
     (found["aux_loss"] + 0.1 * found["z_loss"]).backward()
@@ -53,13 +53,13 @@ def test_values_and_gradients_are_those_of_each_group_alone(dtype: torch.dtype) 
 
 def test_only_what_is_asked_for_is_computed() -> None:
     layers = logits()
-    assert list(ours(layers, Terms(1.0, 0.0, TOP_K))) == ["aux_loss"]
-    assert list(ours(layers, Terms(0.0, 1.0, TOP_K))) == ["z_loss"]
-    assert not Terms(0.0, 0.0, TOP_K)
+    assert list(ours(layers, RouterLossWeights(1.0, 0.0, TOP_K))) == ["aux_loss"]
+    assert list(ours(layers, RouterLossWeights(0.0, 1.0, TOP_K))) == ["z_loss"]
+    assert not RouterLossWeights(0.0, 0.0, TOP_K)
 
 
 def test_one_group_of_all_is_transformers_own_with_a_mask() -> None:
-    layers, terms = logits(), Terms(1.0, 0.0, TOP_K)
+    layers, terms = logits(), RouterLossWeights(1.0, 0.0, TOP_K)
     real = (numbers() < len(LENGTHS)).long()
     weights = torch.tensor([3.0, 0.0])
     sums = torch.stack([sums_of(one, 1 - real, weights, terms) for one in layers]).sum(0)

@@ -15,7 +15,7 @@ from support.tiny import tiny_run
 
 from shardwise.config.schema import LossScale
 from shardwise.optim.scaler import LossScaler
-from shardwise.parallel.zero.update import Update
+from shardwise.parallel.zero.update import OptimizerStep
 
 
 def trained(tmp: Path, name: str, ranks: int, **changes: Any) -> Any:
@@ -66,7 +66,7 @@ def test_what_is_being_saved_is_waited_for_before_anything_changes(eager: float)
     optimizer, begun = torch.optim.SGD(model.parameters(), lr=1.0), [p.detach().clone() for p in model.parameters()]
     seen: list[bool] = []
     sharded: Any = SimpleNamespace(
-        parameters=dict(model.named_parameters()), last=True, copies=None, device=torch.device("cpu"),
+        parameters=dict(model.named_parameters()), last=True, replication_factors=None, device=torch.device("cpu"),
         clip=lambda _: torch.tensor(1.0), updated=lambda: None, mesh={"shard": SimpleNamespace(size=lambda: 1)},
     )  # fmt: skip
 
@@ -74,7 +74,7 @@ def test_what_is_being_saved_is_waited_for_before_anything_changes(eager: float)
         seen.append(all(p.equal(q) for p, q in zip(model.parameters(), begun, strict=True)))
 
     scaler = LossScaler("cpu", LossScale(), enabled=False)
-    update = Update(sharded, optimizer, scaler, None, eager, settle=settle)
+    update = OptimizerStep(sharded, optimizer, scaler, None, eager, settle=settle)
     model(torch.ones(1, 3)).sum().backward()
     update()
     assert seen[0] and not any(p.equal(q) for p, q in zip(model.parameters(), begun, strict=True))

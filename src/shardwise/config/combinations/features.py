@@ -12,6 +12,8 @@ from dataclasses import field as of_dataclass
 from functools import reduce
 from typing import Any, Literal
 
+from shardwise.config import schedules
+
 ABSENT: Any = object()
 
 
@@ -153,9 +155,9 @@ CONTEXTS = tuple(
 SCHEDULES = tuple(
     Feature(f"pipeline: {name}", "parallel.pipeline_schedule", name, also=_stages, group="pipeline",
             company={"parallel.pipeline": 2})
-    for name in ("1f1b", "gpipe", "interleaved", "zbv", "naive")
+    for name in schedules.SCHEDULES
 )  # fmt: skip
-ZBV = SCHEDULES[3]
+(ZBV,) = (feature for feature in SCHEDULES if feature.value == "zbv")
 EXPERT = Feature("expert", "parallel.expert", 2, _above_one)
 AXES = (TENSOR, *CONTEXTS, *SCHEDULES, EXPERT)
 CPU, CUDA = _choice("device", "cpu", "cuda", numbers="other")
@@ -225,7 +227,10 @@ SKIPS_LEAPS = _hidden("guard.on_spike: skip", "guard.on_spike", "skip", company=
 NCCL = _hidden("backend: nccl", "backend", "nccl")
 CHUNKS = _hidden("virtual_stages", "parallel.virtual_stages", 2, _given)
 ONE_CHUNK = _hidden(
-    "a schedule of one stage per rank", "parallel.pipeline_schedule", "1f1b", lambda schedule: schedule != "interleaved"
+    "a schedule of one stage per rank",
+    "parallel.pipeline_schedule",
+    "1f1b",
+    lambda schedule: not schedules.SCHEDULES[schedule].any_chunks,
 )
 OTHER_SCHEDULE = _hidden(
     "pipeline_schedule", "parallel.pipeline_schedule", "gpipe", lambda schedule: schedule != "1f1b"

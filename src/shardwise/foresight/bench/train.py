@@ -185,7 +185,8 @@ def bench_rank(work: dict[str, Any]) -> dict[str, Any]:
     profile = profile_step(step, lambda: parts.update() and None, world.device, trace)
     return {
         "told": [line for line in lines if line.startswith("communication:")],
-        "seconds": seconds, "flops": _flops_per_token(source, run, parts.sharded.lookup), "profile": asdict(profile),
+        "seconds": seconds, "profile": asdict(profile),
+        "flops": _flops_per_token(source, run, parts.sharded.embedding_only_numel),
         "memory": torch.cuda.max_memory_allocated(world.device) if cuda else None,
         "room": torch.cuda.get_device_properties(world.device).total_memory if cuda else None,
         "device": torch.cuda.get_device_name(world.device) if cuda else "CPU",
@@ -207,7 +208,7 @@ def give_values(model: torch.nn.Module) -> None:
             local.copy_(packing.pack(rows))
 
 
-def _flops_per_token(source: Any, run: Run, lookup: int) -> float:
+def _flops_per_token(source: Any, run: Run, embedding_only_numel: int) -> float:
     """FLOPs per token."""
     from shardwise.nn.adapters.apply import apply_method
     from shardwise.nn.models.build import build_on_meta
@@ -215,8 +216,9 @@ def _flops_per_token(source: Any, run: Run, lookup: int) -> float:
     adapted = apply_method(build_on_meta(source), run)
     config = source.config.get_text_config()
     return flops_per_token(
-        adapted.parameters, lookup, config.num_hidden_layers, config.hidden_size, run.data.sequence_length,
-        adapted.frozen, stacks=2 if config.is_encoder_decoder else 1, causal=source.task == "causal",
+        adapted.parameters, embedding_only_numel, config.num_hidden_layers, config.hidden_size,
+        run.data.sequence_length, adapted.frozen,
+        stacks=2 if config.is_encoder_decoder else 1, causal=source.task == "causal",
     )  # fmt: skip
 
 

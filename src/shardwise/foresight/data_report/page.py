@@ -1,7 +1,7 @@
 """The data report and the preview as one HTML page: no script, nothing fetched, readable on a phone and on paper.
 
-Its content comes from data files, so nothing in it is trusted: text is made visible (see visible.py), escaped, and the
-page's policy forbids it to run or load anything.
+Its content comes from data files, so nothing in it is trusted: text is made visible (see core/printable.py),
+escaped, and the page's policy forbids it to run or load anything.
 """
 
 from __future__ import annotations

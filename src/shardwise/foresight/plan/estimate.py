@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import assert_never
 
 from shardwise.checkpoint.host_copies import GENERATIONS
 from shardwise.config.axes import data_ranks
@@ -134,13 +135,33 @@ def in_flight(run: Run, count: int) -> float:
     Fractional where it holds those of some of its blocks only.
     """
     stages = run.parallel.pipeline
-    schedule = run.parallel.pipeline_schedule
-    if schedule == "gpipe":
-        return count
-    if schedule == "interleaved":
-        chunks = run.parallel.virtual_stages or 2
-        return min(count, stages + (stages - 1) / chunks)
-    return 1.0 if schedule == "naive" else float(min(count, stages))
+    match run.parallel.pipeline_schedule:
+        case "gpipe":
+            return count
+        case "interleaved":
+            return min(count, stages + (stages - 1) / run.parallel.chunks_per_rank)
+        case "1f1b" | "zbv":
+            return float(min(count, stages))
+        case "naive":
+            return 1.0
+        case unknown:
+            assert_never(unknown)
+
+
+def idle_seconds(run: Run, count: int, micro_batch_seconds: float) -> float:
+    """Seconds that a stage is idle in a step of `count` micro-batches."""
+    stages = run.parallel.pipeline
+    match run.parallel.pipeline_schedule:
+        case "gpipe" | "1f1b":
+            return (stages - 1) * micro_batch_seconds
+        case "interleaved":
+            return (stages - 1) * micro_batch_seconds / run.parallel.chunks_per_rank
+        case "zbv":
+            return (stages - 1) * micro_batch_seconds / 3
+        case "naive":
+            return (stages - 1) * count * micro_batch_seconds
+        case unknown:
+            assert_never(unknown)
 
 
 def _stage_memory(sketched: Sketched, run: Run, count: int) -> tuple[dict[str, float], float, str]:
@@ -183,12 +204,10 @@ def _pipelined(sketched: Sketched, run: Run, flat: Run, cluster: Cluster, count:
     message_bytes = int(run.train.micro_batch_size) * run.data.sequence_length * sketched.width * 2
     message_bytes //= run.parallel.tensor * run.parallel.context
     ranks_per_node = 2 if cluster.nodes < stages else 1
-    passes = (run.parallel.virtual_stages or 2) if run.parallel.pipeline_schedule in ("interleaved", "zbv") else 1
+    passes = run.parallel.chunks_per_rank
     send_seconds = 2 * passes * count * wire_seconds("send", message_bytes, 2, ranks_per_node, cluster)
     micro_batch_seconds = (forward + backward + axes + waiting + send_seconds) / count
-    chunks = {"interleaved": run.parallel.virtual_stages or 2, "zbv": 3}.get(run.parallel.pipeline_schedule, 1)
-    idle = stages - 1 if run.parallel.pipeline_schedule != "naive" else (stages - 1) * count
-    bubble = idle * micro_batch_seconds / chunks
+    bubble = idle_seconds(run, count, micro_batch_seconds)
     return replace(
         stage_time,
         forward=forward * mean_to_largest,

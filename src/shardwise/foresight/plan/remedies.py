@@ -115,12 +115,12 @@ def _changes(run: Run, cluster: Cluster, micro_batches: list[int]) -> Iterator[t
     for combined in (less_memory, less_memory | zero3):
         if len(combined) > 1:
             yield combined, True
-    if trains_all and run.offload.optimizer == "none" and not run.parallel.beyond_data:
+    if trains_all and run.offload.optimizer == "none" and not run.parallel.uses_model_parallelism:
         optimizer_on_cpu = {"offload.optimizer": "cpu"}
         yield optimizer_on_cpu, True
         yield less_memory | zero3 | optimizer_on_cpu, True
         yield less_memory | {"parallel.zero": 3, "offload.optimizer": "cpu", "offload.parameters": "cpu"}, True
-    if trains_all and run.train.optimizer == "adamw" and not run.parallel.beyond_data:
+    if trains_all and run.train.optimizer == "adamw" and not run.parallel.uses_model_parallelism:
         yield less_memory | zero3 | {"train.optimizer": "adamw8bit"}, False
     if trains_all:
         yield less_memory | {"method": "lora"}, False

@@ -21,10 +21,10 @@ from shardwise.core.atomic_file import check_page, write_page
 from shardwise.foresight.plan.charts import GIB, BarRow, area, bars, gib, seconds, text
 from shardwise.foresight.plan.estimate import Estimate
 from shardwise.foresight.plan.explain import describe, guidelines, long_time, money, per_second, reasons
-from shardwise.foresight.plan.ladder import Rung, ladder, variants
-from shardwise.foresight.plan.moments import Moments, attention_shares, moments_of
 from shardwise.foresight.plan.quick import SLOWER, Quick, Strategy
 from shardwise.foresight.plan.search import NEARLY, Option, Plan
+from shardwise.foresight.plan.step_memory import StepMemory, attention_shares, step_memory_of
+from shardwise.foresight.plan.technique_steps import TechniqueStep, technique_steps, variants
 from shardwise.foresight.plan.time import BLEND, CONTENTION
 from shardwise.foresight.plan.timeline import lanes, pipeline
 from shardwise.foresight.rehearse.ledger import WORKSPACE
@@ -48,8 +48,8 @@ def render_report(plan: Plan, tokens: float | None) -> str:
     strategy = plan.rough[0] if plan.rough else None
     if option is not None:
         strategy = option.strategy
-    moments = moments_of(plan.source, option.estimate) if option is not None else "no strategy was rehearsed"
-    rehearsed = moments if isinstance(moments, Moments) else None
+    moments = step_memory_of(plan.source, option.estimate) if option is not None else "no strategy was rehearsed"
+    rehearsed = moments if isinstance(moments, StepMemory) else None
     data: dict[str, Any] | None = None
     if plan.quick is not None and strategy is not None:
         data = coefficients(plan, plan.quick, strategy, attention_shares(plan.quick, strategy, rehearsed))
@@ -192,18 +192,18 @@ def _ladder(plan: Plan, strategy: Strategy | None) -> str:
     limit = plan.cluster.device.memory
     rows: list[BarRow] = []
     before: tuple[float, float] | None = None
-    for rung in ladder(plan, strategy):
-        parts = quick.parts(rung.strategy)
-        step_seconds = quick.seconds(rung.strategy)
+    for step in technique_steps(plan, strategy):
+        parts = quick.parts(step.strategy)
+        step_seconds = quick.seconds(step.strategy)
         total = sum(parts.values())
         changes = ("", "")
         if before is not None:
             changes = _signed(total - before[0]), _percent(step_seconds / before[1] - 1)
         mark = ""
-        if rung.strategy == strategy:
+        if step.strategy == strategy:
             mark = "chosen" if plan.best else "nearest"
-        fits = _fits(plan, rung.strategy, total)
-        rows.append(BarRow(rung.name, parts, {"step": step_seconds}, fits is not False, "", mark, *changes))
+        fits = _fits(plan, step.strategy, total)
+        rows.append(BarRow(step.name, parts, {"step": step_seconds}, fits is not False, "", mark, *changes))
         before = total, step_seconds
     note = "Rough scores: formulas over one rehearsed block, to rank techniques and to show what each is for."
     best = plan.best
@@ -229,7 +229,7 @@ def _table(plan: Plan, strategy: Strategy | None) -> str:
         f'<tr class="chosen"><th scope="row">{text(describe(strategy))}</th><td>{gib(size)}</td><td></td>'
         f"<td>{seconds(step_seconds)}</td><td></td><td>{_verdict(plan, strategy, size)}</td></tr>"
     )
-    lines = [first, *(_line(plan, quick, rung, size, step_seconds) for rung in variants(plan, strategy))]
+    lines = [first, *(_line(plan, quick, step, size, step_seconds) for step in variants(plan, strategy))]
     heads = ("instead", "≈ GiB", "GiB saved", "≈ step", "slower", "")
     head = "".join(f'<th scope="col">{name}</th>' for name in heads)
     return (
@@ -239,18 +239,18 @@ def _table(plan: Plan, strategy: Strategy | None) -> str:
     )
 
 
-def _line(plan: Plan, quick: Quick, rung: Rung, chosen_bytes: float, chosen_seconds: float) -> str:
-    name = f'<th scope="row">{text(rung.name)}</th>'
-    if rung.problem is not None:
-        return f'<tr class="cannot">{name}<td colspan="5">not here: {text(rung.problem)}</td></tr>'
-    memory = quick.memory(rung.strategy)
-    time = quick.seconds(rung.strategy)
+def _line(plan: Plan, quick: Quick, step: TechniqueStep, chosen_bytes: float, chosen_seconds: float) -> str:
+    name = f'<th scope="row">{text(step.name)}</th>'
+    if step.problem is not None:
+        return f'<tr class="cannot">{name}<td colspan="5">not here: {text(step.problem)}</td></tr>'
+    memory = quick.memory(step.strategy)
+    time = quick.seconds(step.strategy)
     saved = (chosen_bytes - memory) / GIB
     slower = time / chosen_seconds - 1
     return (
         f'<tr>{name}<td>{gib(memory)}</td><td class="{_better(saved, 0.05)}">{_figure(saved)}</td>'
         f'<td>{seconds(time)}</td><td class="{_better(-slower, 0.005)}">{_percent(slower)}</td>'
-        f"<td>{_verdict(plan, rung.strategy, memory)}</td></tr>"
+        f"<td>{_verdict(plan, step.strategy, memory)}</td></tr>"
     )
 
 
@@ -288,7 +288,7 @@ def _verdict(plan: Plan, strategy: Strategy, size: float) -> str:
     return "fits" if fits else '<em class="bad">does not fit</em>'
 
 
-def _moments(plan: Plan, option: Option | None, moments: Moments | str) -> str:
+def _moments(plan: Plan, option: Option | None, moments: StepMemory | str) -> str:
     if option is None or isinstance(moments, str):
         return f'<p class="muted">There is no picture: {text(moments)}</p>'
     estimate = option.estimate

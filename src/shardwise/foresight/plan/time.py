@@ -48,7 +48,7 @@ OURS = (
     "copied_again",
     "summed_rows",
     "round_both",
-    "round_turned",
+    "round_transposed",
 )  # operators that nothing is fused with
 COMMUNICATION = ("all_gather_copy_in", "split_with_sizes_copy", "chunk_cat", "copy_")
 BLOCKING = ("all_to_all",)

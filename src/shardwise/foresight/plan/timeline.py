@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import assert_never
 
+from shardwise.config.schema import Parallel
 from shardwise.foresight.plan.charts import TIME, legend, seconds, text
 from shardwise.foresight.plan.estimate import Estimate
 
@@ -118,7 +120,7 @@ def pipeline(estimate: Estimate) -> tuple[str, str]:
     time = estimate.time
     stages = min(parallel.pipeline, MOST_STAGES)
     count = min(estimate.micro_batches, MOST_BATCHES)
-    chunks = (parallel.virtual_stages or 2) if parallel.pipeline_schedule == "interleaved" else 1
+    chunks = chunks_drawn(parallel)
     exposed = time.waiting + time.model_axes
     total = time.forward + time.backward or 1.0
     forward = (time.forward + exposed * time.forward / total) / estimate.micro_batches
@@ -152,6 +154,17 @@ def pipeline(estimate: Estimate) -> tuple[str, str]:
     if stages < parallel.pipeline or count < estimate.micro_batches:
         caption += f" (cut: it has {parallel.pipeline} stages and {estimate.micro_batches} micro-batches a step)"
     return svg, f"{caption}. Numbers are micro-batches; exchange and waiting are part of each box."
+
+
+def chunks_drawn(parallel: Parallel) -> int:
+    """Chunks per stage of the picture, which draws all schedules but the interleaved one as 1F1B."""
+    match parallel.pipeline_schedule:
+        case "interleaved":
+            return parallel.chunks_per_rank
+        case "1f1b" | "gpipe" | "zbv" | "naive":
+            return 1
+        case unknown:
+            assert_never(unknown)
 
 
 def _place(box: Box, end: float) -> tuple[float, float]:

@@ -39,7 +39,7 @@ from shardwise.parallel.offload.optimizer import OffloadedOptimizer
 from shardwise.parallel.offload.policy import eager_share
 from shardwise.parallel.selfcheck import UnshardedModel, check_documents
 from shardwise.parallel.zero.tuning import tune
-from shardwise.parallel.zero.update import Update
+from shardwise.parallel.zero.update import OptimizerStep
 from shardwise.resolved_run import ResolvedRun
 from shardwise.train.loop import accumulate
 from shardwise.train.setup import build_model, build_optimizer
@@ -132,7 +132,7 @@ def set_up(
     """A rank's state of training, without data; in memory, uninitialised, where tensors are not fake."""
     job = ResolvedRun(run, {}, source, None, None, None, Path(run.output))  # type: ignore[arg-type]
 
-    def give_memory(model: Any, device: torch.device) -> None:
+    def allocate(model: Any, device: torch.device) -> None:
         with fake or nullcontext():
             materialise(model, device)
             for module in model.modules():
@@ -141,7 +141,7 @@ def set_up(
                         module._buffers[name] = fake.from_tensor(buffer)
 
     choose = None if fake is not None else partial(tune, run, world, say=say)
-    sharded, context = build_model(job, world, give_memory=give_memory, choose=choose)
+    sharded, context = build_model(job, world, materialise=allocate, choose=choose)
     asked = UnshardedModel(context.tiny if context.tiny is not None else tiny_case(source).model().float())
     with acting("cpu"):
         vocabulary = vocabulary_size(asked.model)
@@ -154,7 +154,7 @@ def set_up(
         _share_for_real(context, fake)
     scaler = LossScaler(world.device.type, run.loss_scale, enabled=run.precision == "fp16")
     accumulates = run.train.batch_size > int(run.train.micro_batch_size) * world.layout.data
-    update = Update(
+    update = OptimizerStep(
         sharded, optimizer, scaler, run.train.max_grad_norm, eager_share(run), accumulates, then=context.after_step
     )  # fmt: skip
     return StepState(sharded, context, objective, scaler, update, world, _OneSource()), optimizer

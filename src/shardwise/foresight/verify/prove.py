@@ -23,7 +23,7 @@ from shardwise.foresight.verify.certificate import FAIL, OPEN, PASS, UNTRIED, Cl
 from shardwise.foresight.verify.claims import BATCH, MODEL, PACKING, ROWS, Claim, ClaimPlan
 from shardwise.foresight.verify.compare import HALF, TIMES, Reference, rounding, wider, worst_difference
 from shardwise.foresight.verify.ranks import Ranks, first_failure, unlaunched
-from shardwise.foresight.verify.sized import ShrunkModel, write_adapter
+from shardwise.foresight.verify.shrunk_model import ShrunkModel, write_adapter
 from shardwise.nn.models.source import ModelSource
 from shardwise.nn.models.tasks import CLASSES
 from shardwise.resolved_run import ResolvedRun

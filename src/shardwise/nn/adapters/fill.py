@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from shardwise.distributed.lazy_rows import Rows
+from shardwise.distributed.lazy_rows import LazyShardedTensor
 from shardwise.nn.adapters.layers import NAMES, LoraLayer, dense_weight, row_norms
 from shardwise.nn.adapters.peft import read_adapter, read_tensors
 from shardwise.nn.models.weights import fill_local
 
 
 @torch.no_grad()
-def fill_adapters(sharded: Any, seed: int, adapter: str | None, through: Mapping[str, Rows]) -> None:
+def fill_adapters(sharded: Any, seed: int, adapter: str | None, through: Mapping[str, LazyShardedTensor]) -> None:
     """Initialises an adapter's parameters on a model whose base has its values; collective with DoRA."""
     parameters = dict(sharded.model.named_parameters(remove_duplicate=False))
     if adapter is not None:

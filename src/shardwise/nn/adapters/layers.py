@@ -23,7 +23,7 @@ from shardwise.core.effective_device import has_fp8_matmul as multiplies
 from shardwise.core.errors import UserError
 from shardwise.nn.adapters.lora_float8 import lora_float8
 from shardwise.nn.adapters.lora_linear import FLOATS, lora_linear
-from shardwise.nn.kernels.round_turned import MULTIPLE
+from shardwise.nn.kernels.transposed_round import MULTIPLE
 
 NAMES = ("lora_A", "lora_B", "lora_magnitude", "ia3_l")  # of the parameters that adapters bring
 
@@ -178,8 +178,8 @@ def attach_lora(
     layer.lora_form = form
 
 
-def multiply_bases_in_float8(model: nn.Module, device: torch.device, mode: str = "auto") -> None:
-    """Makes LoRA layers over a quantised base multiply in fp8, if requested and supported.
+def multiply_bases_in_float8(model: nn.Module, device: torch.device, mode: str = "auto") -> int:
+    """Makes LoRA layers over a quantised base multiply in fp8, if requested and supported; returns how many do.
 
     `mode`: auto = an fp8 base, unconverted; fp8 = an nf4 base too, converted to fp8 on the fly; plain = none.
     """
@@ -188,9 +188,11 @@ def multiply_bases_in_float8(model: nn.Module, device: torch.device, mode: str =
         transposed, columns, bits, _ = getattr(layer, "lora_form", None) or (False, *FLOATS)
         fits = bits in kinds and not transposed and not columns % MULTIPLE and not len(layer.weight) % MULTIPLE
         layer.base_in_float8 = fits and multiplies(device)
-    if mode == "fp8" and not any(layer.base_in_float8 for _, layer in adapter_layers(model)):
+    count = sum(bool(layer.base_in_float8) for _, layer in adapter_layers(model))
+    if mode == "fp8" and not count:
         problem = f"no adapted layer is a product of sizes that are multiples of {MULTIPLE}"
         raise UserError("method.multiply", mode, problem, "leave it out")
+    return count
 
 
 def attach_ia3(module: nn.Module, shape: tuple[int, int], feedforward: bool) -> None:
@@ -214,7 +216,7 @@ def adapter_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 @torch.no_grad()
-def worn_parameters(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def merged_parameters_by_probing(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields parameters as a merged model should have them, by probing each adapted layer with unit inputs."""
     layers = dict(adapter_layers(model))
     for name, parameter in model.named_parameters():

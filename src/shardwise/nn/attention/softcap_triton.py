@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
-"""Flash attention with softcapped scores and sinks in Triton; see capped_attention.py for what it computes.
+"""Flash attention with softcapped scores and sinks in Triton; see softcap.py for what it computes.
 
 Documents lie one after the other, so the first key that a block of queries sees is that of its first query, and the
 last query that sees a block of keys is that of its last key: loops run between the two and mask within.

@@ -13,8 +13,8 @@ from the 16-bit tensors anew, along the dimension it sums over.
 448 / largest, has 8 bits of mantissa, as both numbers have: the nearest tie is 2⁻¹⁷ away, so that any division finds
 the same; and its products with bf16 numbers are exact in fp32.
 
-Everything but the rounding to two layouts (round_turned.py) is plain torch, so that a compiled block fuses it with what
-comes before.
+Everything but the rounding to two layouts (transposed_round.py) is plain torch, so that a compiled block fuses it with
+what comes before.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import torch
 
 from shardwise.core.compat.torch_private import scaled_mm
 from shardwise.core.effective_device import effective_device
-from shardwise.nn.kernels.round_turned import lengthened, round_both, round_turned, rounded
+from shardwise.nn.kernels.transposed_round import lengthened, round_both, round_transposed, rounded
 
 Recipe = Literal["tensorwise", "rowwise"]
 FORWARD, BACKWARD = torch.float8_e4m3fn, torch.float8_e5m2
@@ -74,7 +74,7 @@ class _Tensorwise(torch.autograd.Function):
             by_rows, transposed = round_both(gradient, scale.reciprocal(), BACKWARD)
             d_weight = multiply(transposed, x_transposed.t(), scale, x_scale, gradient.dtype, ctx.fast)
         if ctx.needs_input_grad[0]:
-            columns = round_turned(weight, inverse, FORWARD).t()
+            columns = round_transposed(weight, inverse, FORWARD).t()
             d_x = multiply(by_rows, columns, scale, inverse.reciprocal(), gradient.dtype, ctx.fast)
         return d_x, d_weight, None
 

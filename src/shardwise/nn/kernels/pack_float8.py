@@ -23,7 +23,7 @@ import torch
 
 from shardwise.core.effective_device import stands_in
 from shardwise.nn.kernels.float8 import FORWARD
-from shardwise.nn.kernels.round_turned import rounded
+from shardwise.nn.kernels.transposed_round import rounded
 
 try:
     import triton

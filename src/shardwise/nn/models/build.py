@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.core.compat.hf_private import init_weights, unsplittable
 from shardwise.core.errors import UserError
-from shardwise.distributed.lazy_rows import Rows
+from shardwise.distributed.lazy_rows import LazyShardedTensor
 from shardwise.nn.attention.varlen import built_with
 from shardwise.nn.models.source import ModelSource
 from shardwise.nn.models.tasks import auto_class
@@ -182,7 +182,7 @@ def fill_random(
     model: nn.Module,
     source: ModelSource,
     seed: int,
-    masters: Mapping[str, Rows] | None = None,
+    masters: Mapping[str, LazyShardedTensor] | None = None,
     only: Container[str] | None = None,
 ) -> None:
     """Initialises a fresh, sharded model as its authors do, holding one unit at a time besides the shards.

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.core.compat.torch_private import compute_local_shape_and_global_offset
 from shardwise.core.errors import UserError
-from shardwise.distributed.lazy_rows import Rows
+from shardwise.distributed.lazy_rows import LazyShardedTensor
 from shardwise.nn.adapters.layers import is_added
 from shardwise.nn.models.heads import head_parameters
 from shardwise.nn.models.stored import damaged, tensor_files
@@ -121,7 +121,7 @@ def _check_shape(stored: Any, target: torch.Tensor | PacksRows, name: str, file:
 
 
 @torch.no_grad()
-def load_weights(model: nn.Module, folder: Path, masters: Mapping[str, Rows] | None = None) -> None:
+def load_weights(model: nn.Module, folder: Path, masters: Mapping[str, LazyShardedTensor] | None = None) -> None:
     """Loads every parameter and persistent buffer of a materialised model from the files of a folder.
 
     Parameters named in `masters` are written through them.
@@ -141,7 +141,9 @@ def load_weights(model: nn.Module, folder: Path, masters: Mapping[str, Rows] | N
             fill_local(tensors[name], stored_slice, (masters or {}).get(name), packing)
 
 
-def fill_local(target: torch.Tensor, full: Any, master: Rows | None = None, packing: PacksRows | None = None) -> None:
+def fill_local(
+    target: torch.Tensor, full: Any, master: LazyShardedTensor | None = None, packing: PacksRows | None = None
+) -> None:
     """Copies this rank's shard of a tensor from anything that can be sliced like the full one, in bounded pieces."""
     local = target.to_local() if isinstance(target, DTensor) else target
     if isinstance(target, DTensor):

@@ -1,4 +1,4 @@
-"""A tiny model of a class compared with itself in one process: shared by the zoo (zoo.py) and the check before a run.
+"""A tiny model of a class compared with itself in one process, for the zoo (foresight/zoo) and the check before a run.
 
 Parameters are moved away from their initial values, so that no error hides behind a norm of ones, a bias of zeros,
 scores too small for a cap or a sink to matter, or a recurrent state that decays within a token. Everything is computed

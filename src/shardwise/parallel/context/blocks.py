@@ -308,7 +308,7 @@ def _share(lse: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
     return torch.exp(lse - total.masked_fill(total == float("-inf"), 0.0))[..., None]
 
 
-def sunk(
+def add_attention_sinks(
     out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Adds attention sinks: one more score per head, with a value of zero."""

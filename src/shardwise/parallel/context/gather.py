@@ -2,7 +2,7 @@
 
 Such a module cannot be sharded from outside. Each rank gathers full rows for it from all ranks'
 parts and takes its own part of the result, so these modules cost every rank as much as a single
-process; the rest of the model is sharded. gate.py found which dimension of which argument runs
+process; the rest of the model is sharded. support.py found which dimension of which argument runs
 along the sequence.
 """
 

@@ -15,7 +15,13 @@ import torch.distributed as dist
 
 from shardwise.distributed.shared_gpu import goes_by_host
 from shardwise.nn.attention.varlen import Scores
-from shardwise.parallel.context.blocks import block_of, grad_of_sinks, merge, sunk, wide
+from shardwise.parallel.context.blocks import (
+    add_attention_sinks,
+    block_of,
+    grad_of_sinks,
+    merge,
+    wide,
+)
 from shardwise.parallel.context.mask import ContextMask, VisibilityRule
 from shardwise.parallel.context.split import SequenceLayout
 
@@ -115,7 +121,7 @@ class _Ring(torch.autograd.Function):
                     out[:, :, queries], lse[:, :, queries], *partial
                 )
         if sinks is not None:
-            out, lse = sunk(out, lse, sinks)
+            out, lse = add_attention_sinks(out, lse, sinks)
         ctx.wire = wire
         ctx.save_for_backward(q, k, v, out.to(q.dtype), lse, *([] if sinks is None else [sinks]))
         return out.to(q.dtype)

@@ -71,7 +71,7 @@ class ExpertParallel:
         return place
 
 
-def spread_experts(model: nn.Module, mesh: DeviceMesh) -> ExpertParallel:
+def apply_expert_parallel(model: nn.Module, mesh: DeviceMesh) -> ExpertParallel:
     """Shards every layer's experts over a mesh, in place; takes no memory on `meta`."""
     stacks = find_experts(model)
     if not stacks:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.distributed.lazy_rows import Rows, outline
+from shardwise.distributed.lazy_rows import LazyShardedTensor, outline
 from shardwise.optim.codecs import columns, part_name
 from shardwise.optim.shards import local_of
 from shardwise.optim.split_master import join, split_
@@ -41,7 +41,9 @@ def entries(optimizer: OffloadedOptimizer, model: nn.Module | None = None) -> di
     return result
 
 
-def masters(optimizer: OffloadedOptimizer, model: nn.Module | None = None) -> dict[str, Rows]:
+def masters(
+    optimizer: OffloadedOptimizer, model: nn.Module | None = None
+) -> dict[str, LazyShardedTensor]:
     """Readers and writers, by name, of the parameters that are split or not on the device.
 
     With the model, frozen parameters too.
@@ -59,7 +61,7 @@ def masters(optimizer: OffloadedOptimizer, model: nn.Module | None = None) -> di
     return result
 
 
-def _frozen(offload: ParameterOffload, parameter: nn.Parameter) -> Rows:
+def _frozen(offload: ParameterOffload, parameter: nn.Parameter) -> LazyShardedTensor:
     """A parameter that is off the device and not in the optimizer."""
 
     def write(start: int, rows: torch.Tensor) -> None:
@@ -67,7 +69,7 @@ def _frozen(offload: ParameterOffload, parameter: nn.Parameter) -> Rows:
 
     local_shape = tuple(local_of(parameter).shape)
     full = outline(parameter, tuple(parameter.shape), local_shape, parameter.dtype)
-    return Rows(full, lambda: [offload.view(parameter)], write)
+    return LazyShardedTensor(full, lambda: [offload.view(parameter)], write)
 
 
 def _segments(optimizer: OffloadedOptimizer) -> list[tuple[nn.Parameter, str, Segments]]:
@@ -80,14 +82,14 @@ def _segments(optimizer: OffloadedOptimizer) -> list[tuple[nn.Parameter, str, Se
     return result
 
 
-def _step(optimizer: OffloadedOptimizer) -> Rows:
+def _step(optimizer: OffloadedOptimizer) -> LazyShardedTensor:
     def read() -> list[torch.Tensor]:
         return [torch.tensor(float(optimizer.steps))]
 
     def write(start: int, value: torch.Tensor) -> None:
         optimizer.steps = int(value)
 
-    return Rows(torch.zeros(()), read, write, optimizer.resident)
+    return LazyShardedTensor(torch.zeros(()), read, write, optimizer.resident)
 
 
 def _state(
@@ -96,7 +98,7 @@ def _state(
     segments: Segments,
     state: str,
     part: str,
-) -> Rows:
+) -> LazyShardedTensor:
     def parts() -> Iterator[torch.Tensor]:
         for piece, segment in segments:
             yield view_at(piece.blob(), segment.parts[state][part])
@@ -109,10 +111,12 @@ def _state(
     full_shape, dtype = codec.shapes(parameter.shape)[part]
     local_shape, _ = codec.shapes(local_of(parameter).shape)[part]
     full = outline(parameter, full_shape, local_shape, dtype)
-    return Rows(full, parts, write, optimizer.resident)
+    return LazyShardedTensor(full, parts, write, optimizer.resident)
 
 
-def _master(optimizer: OffloadedOptimizer, parameter: nn.Parameter, segments: Segments) -> Rows:
+def _master(
+    optimizer: OffloadedOptimizer, parameter: nn.Parameter, segments: Segments
+) -> LazyShardedTensor:
     def home() -> torch.Tensor:
         offload = optimizer.parameter_offload
         return local_of(parameter) if offload is None else offload.view(parameter)
@@ -145,4 +149,4 @@ def _master(optimizer: OffloadedOptimizer, parameter: nn.Parameter, segments: Se
 
     local_shape = tuple(local_of(parameter).shape)
     full = outline(parameter, tuple(parameter.shape), local_shape, torch.float32)
-    return Rows(full, parts, write, optimizer.resident)
+    return LazyShardedTensor(full, parts, write, optimizer.resident)

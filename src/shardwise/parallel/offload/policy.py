@@ -44,7 +44,11 @@ def is_unsharded(run: Run, world: World) -> bool:
 
 
 def _allows_unsharded(run: Run) -> bool:
-    if run.parallel.zero == 3 or run.parallel.beyond_data or run.offload.optimizer != "none":
+    if (
+        run.parallel.zero == 3
+        or run.parallel.uses_model_parallelism
+        or run.offload.optimizer != "none"
+    ):
         return False
     return split_in(run)
 
@@ -54,7 +58,11 @@ def float8_gathers(run: Run, shard: int) -> Float8Gathers:
     parallel = run.parallel
     if run.fp8.recipe != "tensorwise" or run.fp8.gather == "bf16" or shard == 1:
         return ""
-    if parallel.quantize_weights or parallel.beyond_data or run.offload.parameters != "none":
+    if (
+        parallel.quantize_weights
+        or parallel.uses_model_parallelism
+        or run.offload.parameters != "none"
+    ):
         return ""
     return "by unit" if split_in(run) or run.offload.optimizer != "none" else "once"
 

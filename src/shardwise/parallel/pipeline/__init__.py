@@ -9,13 +9,13 @@ from shardwise.parallel.pipeline.cut import Cut, StageFacts, cut_model
 from shardwise.parallel.pipeline.facts import probe
 from shardwise.parallel.pipeline.run import Pipeline
 from shardwise.parallel.pipeline.schedule import ActionSpan, Schedule, bubble, picture
-from shardwise.parallel.pipeline.stage import Boundary, NoOutputHere, Stages
+from shardwise.parallel.pipeline.stage import NonLastOutput, NoOutputHere, Stages
 
 __all__ = [
     "ActionSpan",
-    "Boundary",
     "Cut",
     "NoOutputHere",
+    "NonLastOutput",
     "Pipeline",
     "Schedule",
     "StageFacts",

@@ -111,7 +111,7 @@ def decode_ports(data: bytes) -> Ports:
 
 
 @dataclass(frozen=True)
-class _Pending:
+class _PendingTransfer:
     """Tensors under way, and what to wait for."""
 
     tensors: list[torch.Tensor]
@@ -125,6 +125,9 @@ class _Pending:
     def wait(self) -> None:
         for work in self.works:
             work.wait()
+
+
+_Posted = tuple[dict[Message, _PendingTransfer], Message, Ports, list[torch.Tensor]]
 
 
 class StageComm:
@@ -149,8 +152,8 @@ class StageComm:
         self._stream = stream
         self._buffers_on = torch.device("cpu") if goes_by_host(links.tensors) else device
         self._outgoing: dict[Message, Sequence[torch.Tensor]] = {}
-        self._sending: dict[Message, _Pending] = {}
-        self._arriving: dict[Message, _Pending] = {}
+        self._sending: dict[Message, _PendingTransfer] = {}
+        self._arriving: dict[Message, _PendingTransfer] = {}
         self._descriptions: list[tuple[Any, torch.Tensor]] = []
         self._gradient_ports: dict[tuple[int, int], Ports] = {}  # of gradients that will arrive
 
@@ -175,7 +178,7 @@ class StageComm:
     def exchange(self, exchange: Exchange) -> None:
         """Posts sends and receives; does not wait for them."""
         operations: list[Any] = []
-        pending: list[tuple[dict[Message, _Pending], Message, Ports, list[torch.Tensor]]] = []
+        pending: list[_Posted] = []
         sends = False
         for message in exchange.messages:
             ports: Ports = ()
@@ -241,7 +244,7 @@ class StageComm:
     def _post(
         self,
         operations: list[Any],
-        pending: list[tuple[dict[Message, _Pending], Message, Ports, list[torch.Tensor]]],
+        pending: list[_Posted],
         sends: bool,
     ) -> None:
         works: list[Any] = []
@@ -255,7 +258,7 @@ class StageComm:
         for box, message, ports, tensors in pending:
             following = position + len(tensors)
             own_works = works[position:following] if one_each else works
-            box[message] = _Pending(tensors, own_works, ports)
+            box[message] = _PendingTransfer(tensors, own_works, ports)
             position = following
         if self._stream is not None:
             self._sending = {m: sent for m, sent in self._sending.items() if not sent.done}

@@ -46,7 +46,7 @@ class Arguments:
 
 
 @dataclass(frozen=True)
-class Like:
+class SameShapeAs:
     """A tensor that a block returns in the shape of one of its arguments."""
 
     place: Place
@@ -61,7 +61,7 @@ class OutputShape:
 
 @dataclass(frozen=True)
 class Output:
-    """What a block returns: a Like or an OutputShape for each tensor, other leaves unchanged.
+    """What a block returns: a SameShapeAs or OutputShape for each tensor, other leaves unchanged.
 
     `input_shape` is that of the tiny block's input, by which sizes are translated.
     """

@@ -32,14 +32,14 @@ from shardwise.parallel.pipeline.cut import (
     Arguments,
     Call,
     Cut,
-    Like,
     Output,
     OutputShape,
     Place,
+    SameShapeAs,
     StageFacts,
 )
 from shardwise.parallel.pipeline.schedule import Schedule
-from shardwise.parallel.pipeline.stage import Passed, StageIO, Stages
+from shardwise.parallel.pipeline.stage import ChunkForward, StageIO, Stages
 
 ROWS, WIDTH = 2, 12
 
@@ -143,7 +143,7 @@ def _call(
         if match is None:
             described.append(OutputShape(tuple(leaf.shape)))
         else:
-            described.append(Like(match))
+            described.append(SameShapeAs(match))
             del unmatched[match]
     input_shape = tuple(next(iter(inputs.values())))
     return Call(name, tuple(inputs), Output(spec, tuple(described), input_shape))
@@ -210,7 +210,7 @@ def _fault(
 
 
 def _run_in_two(first: Stages, last: Stages, case: TinyCase) -> LossAndGradients:
-    begun: Passed = first.forward(0, None, lambda: _loss(first.model, case))
+    begun: ChunkForward = first.forward(0, None, lambda: _loss(first.model, case))
     assert begun.wire is not None
     wire = StageIO(begun.wire.ports, tuple(tensor.detach() for tensor in begun.wire.tensors))
     ended = last.forward(1, wire, lambda: _loss(last.model, case))

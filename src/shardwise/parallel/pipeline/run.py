@@ -2,7 +2,7 @@
 
 torch's own executor wants micro-batches of one shape; ours differ in width. Every stage is given
 the same micro-batches and calls the same function on them, which comes to its end on the last stage
-alone (see `Boundary`).
+alone (see `NonLastOutput`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from shardwise.parallel.pipeline.split_backward import (
     check_split,
     finish_split,
 )
-from shardwise.parallel.pipeline.stage import Passed, StageIO, Stages
+from shardwise.parallel.pipeline.stage import ChunkForward, StageIO, Stages
 
 Compute = Callable[[Any, Any], Any]
 
@@ -79,13 +79,15 @@ class Pipeline:
             check_split(self.stages.model, self.stages.blocks)
             self._checked = True
         program = self._program(micro_batches, forwards_only=False)
-        return _Step(self, program, micro_batches, compute, to_backward, before_backward).run()
+        return _PipelineStep(
+            self, program, micro_batches, compute, to_backward, before_backward
+        ).run()
 
     @torch.no_grad()
     def evaluate(self, micro_batches: Sequence[Any], compute: Compute) -> list[Any]:
         """Forwards alone; what `compute` returned on the last stage, [] on the others."""
         program = self._program(micro_batches, forwards_only=True)
-        return _Step(self, program, micro_batches, compute).run()
+        return _PipelineStep(self, program, micro_batches, compute).run()
 
     def _program(self, micro_batches: Sequence[Any], forwards_only: bool) -> Program:
         ranks = self.stages.ranks
@@ -111,7 +113,7 @@ class Pipeline:
         return [span for spans in gathered for span in spans]
 
 
-class _Step:
+class _PipelineStep:
     """One step under way on one rank."""
 
     def __init__(
@@ -140,7 +142,7 @@ class _Step:
         timed = pipeline.record and to_backward is not None
         self._clock = _Clock(stages.rank, pipeline.device) if timed else None
         self._pipeline = pipeline
-        self._passed: dict[tuple[int, int], Passed] = {}
+        self._passed: dict[tuple[int, int], ChunkForward] = {}
         self._local: dict[Any, Any] = {}  # between two chunks of this rank
         self._weights: dict[tuple[int, int], Any] = {}
         self._results: dict[int, Any] = {}
@@ -224,7 +226,7 @@ class _Step:
 
     def _outgoing(
         self, action: Action
-    ) -> tuple[Passed, list[torch.Tensor], list[torch.Tensor] | None]:
+    ) -> tuple[ChunkForward, list[torch.Tensor], list[torch.Tensor] | None]:
         """What was made in the forward, and the gradients that came back for it."""
         _, chunk, micro = action
         passed = self._passed.pop((chunk, micro))
@@ -234,7 +236,7 @@ class _Step:
             return passed, passed.wire.differentiable, self._local.pop(("backward", chunk, micro))
         return passed, passed.wire.differentiable, self._comm.receive("backward", chunk, micro)[1]
 
-    def _return(self, action: Action, passed: Passed) -> None:
+    def _return(self, action: Action, passed: ChunkForward) -> None:
         """Hands the gradients of what came by wire to where it came from."""
         _, chunk, micro = action
         if chunk == 0:

@@ -16,9 +16,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from shardwise.config.schedules import SCHEDULES, ScheduleName
 from shardwise.config.schema import Parallel
 
-Style = Literal["gpipe", "1f1b", "interleaved", "zbv", "naive"]
 # A backward is one action, or two: for the inputs and for the weights.
 Kind = Literal["forward", "backward", "input", "weight"]
 SIGNS: dict[Kind, str] = {"forward": "F", "backward": "B", "input": "I", "weight": "W"}
@@ -49,20 +49,18 @@ class ActionSpan:
 class Schedule:
     """A schedule by name; `chunks` is how many parts of the model each rank owns."""
 
-    style: Style
+    style: ScheduleName
     chunks: int = 1
 
     def __post_init__(self) -> None:
-        valid = self.chunks == (2 if self.style == "zbv" else 1)
-        if self.style == "interleaved":
-            valid = self.chunks >= 1
-        if not valid:
+        traits = SCHEDULES[self.style]
+        if self.chunks < 1 if traits.any_chunks else self.chunks != traits.chunks:
             raise ValueError(f"{self.style} does not go with {self.chunks} chunks per rank")
 
     @property
     def splits(self) -> bool:
         """Whether backwards are split into a part for the inputs and one for the weights."""
-        return self.style == "zbv"
+        return SCHEDULES[self.style].splits_backward
 
     def owners(self, ranks: int) -> tuple[int, ...]:
         """Returns the rank of each chunk: in rounds, or forth and back (V)."""
@@ -88,8 +86,7 @@ class Schedule:
 
 def schedule_of(parallel: Parallel) -> Schedule:
     """Returns the schedule that the settings select."""
-    chunks = {"interleaved": parallel.virtual_stages or 2, "zbv": 2}
-    return Schedule(parallel.pipeline_schedule, chunks.get(parallel.pipeline_schedule, 1))
+    return Schedule(parallel.pipeline_schedule, parallel.chunks_per_rank)
 
 
 def _gpipe(rank: int, ranks: int, micros: int, chunks: int) -> list[Action]:

@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from shardwise.core.compat.torch_private import is_view, register_pytree_node, tree_unflatten
 from shardwise.nn.models.build import find_blocks
 from shardwise.optim.shards import local_of
-from shardwise.parallel.pipeline.cut import Arguments, Call, Cut, Like, OutputShape, Place
+from shardwise.parallel.pipeline.cut import Arguments, Call, Cut, OutputShape, Place, SameShapeAs
 from shardwise.parallel.pipeline.schedule import Schedule
 
 
@@ -71,13 +71,13 @@ class StageIO:
 class NoOutputHere(Exception):
     """Raised by access to the model's output on a stage that has none."""
 
-    def __init__(self, boundary: Boundary) -> None:
+    def __init__(self, boundary: NonLastOutput) -> None:
         super().__init__("this stage is not the last: it has no output but what it hands on")
         self.boundary = boundary
 
 
 @dataclass(eq=False)
-class Boundary:
+class NonLastOutput:
     """Returned by the model in place of its output on stages before the last; any access raises."""
 
     wire: StageIO
@@ -97,9 +97,9 @@ class Boundary:
 # FSDP must find the tensors, before whose gradients it gathers the parameters again. (Since torch
 # 2.13 it looks into dataclasses instead.)
 register_pytree_node(
-    Boundary,
+    NonLastOutput,
     lambda boundary: (list(boundary.wire.tensors), boundary.wire.ports),
-    lambda tensors, ports: Boundary(StageIO(ports, tuple(tensors))),
+    lambda tensors, ports: NonLastOutput(StageIO(ports, tuple(tensors))),
 )
 
 
@@ -110,7 +110,7 @@ class _Reached(Exception):
 
 
 @dataclass
-class Passed:
+class ChunkForward:
     """A chunk's forward on one micro-batch: its inputs and outputs (a result on the last chunk)."""
 
     given: tuple[torch.Tensor, ...]
@@ -118,7 +118,7 @@ class Passed:
     result: Any
 
 
-class Carried(Protocol):
+class CarriedSum(Protocol):
     """A value accumulated from block to block beside the hidden states: sums over routers."""
 
     def enter(self, micro: int) -> None:
@@ -159,7 +159,7 @@ class Stages:
         self.dtype = dtype
         self.device = torch.device("cpu")
         self.meshes: Sequence[DeviceMesh] = ()
-        self.carried: Carried | None = None
+        self.carried: CarriedSum | None = None
         chunk_owners = schedule.owners(ranks)
         assert len(chunk_owners) == len(cut.ranges), "the model is cut for another schedule"
         self.chunks = tuple(chunk for chunk, owner in enumerate(chunk_owners) if owner == rank)
@@ -189,7 +189,7 @@ class Stages:
         """Whether this rank computes the model's output."""
         return len(self.cut.ranges) - 1 in self.chunks
 
-    def forward(self, chunk: int, wire: StageIO | None, call: Callable[[], Any]) -> Passed:
+    def forward(self, chunk: int, wire: StageIO | None, call: Callable[[], Any]) -> ChunkForward:
         """Runs `call`, which calls the model once, for one chunk; returns inputs and outputs."""
         running = _StageForward(self, chunk, wire)
         self._pass = running
@@ -201,7 +201,7 @@ class Stages:
             self._pass = None
         if not running.entered:
             raise RuntimeError("the model was not called")
-        return Passed(running.given, running.wire, result if running.is_last else None)
+        return ChunkForward(running.given, running.wire, result if running.is_last else None)
 
     def connect(self, groups: dict[tuple[int, ...], dist.ProcessGroup]) -> None:
         """Sets the groups that sum gradients of shared parameters, by the ranks that have them."""
@@ -275,7 +275,7 @@ class Stages:
                 output = plain(*args, **kwargs)
             except _Reached as reached:
                 running.wire = reached.wire
-                return Boundary(reached.wire)
+                return NonLastOutput(reached.wire)
             running.check_ended()
             return output
 
@@ -398,7 +398,7 @@ def _stand_in(call: Call, arguments: Arguments) -> Any:
         if isinstance(leaf, OutputShape):
             shape = [sizes.get(size, size) for size in leaf.sizes]
             leaves.append(first.new_zeros(()).expand(shape))
-        elif isinstance(leaf, Like):
+        elif isinstance(leaf, SameShapeAs):
             leaves.append(inputs.get(leaf.place, first))
         else:
             leaves.append(leaf)

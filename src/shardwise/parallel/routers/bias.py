@@ -56,7 +56,7 @@ class BiasUpdate:
         self.biases = find_biases(model, patterns, loads)  # of this rank's layers
         self._loads = loads
         self._mesh = mesh
-        self._rate = rate
+        self.rate = rate
 
     @torch.no_grad()
     def __call__(self, taken: torch.Tensor | bool = True) -> None:
@@ -70,7 +70,7 @@ class BiasUpdate:
         for bias in self.biases.values():
             tensor = bias.tensor
             load = counts[bias.row, : tensor.numel()].to(tensor.dtype)
-            change = self._rate * (load.mean() - load).sign()
+            change = self.rate * (load.mean() - load).sign()
             if taken is not True:
                 change = change * taken
             tensor += change.view_as(tensor)

@@ -28,7 +28,7 @@ from shardwise.nn.tiny.shrink import ROUTING, shrink
 from shardwise.parallel.expert.apply import find_experts
 from shardwise.parallel.expert.modules import RoutedExperts, experts_in, style_of
 from shardwise.parallel.routers.hooks import RouterLosses
-from shardwise.parallel.routers.losses import Terms, losses_of, sums_of
+from shardwise.parallel.routers.losses import RouterLossWeights, losses_of, sums_of
 from shardwise.parallel.tensor.roles import pattern_of
 
 ROWS = 3
@@ -39,7 +39,7 @@ CLASS_NAMES = ("router", "expert", "moe")
 
 
 @dataclass(frozen=True)
-class Site:
+class RouterModules:
     """Modules whose output (item `index`, if not None) is router logits, counted `times` times."""
 
     kind: str
@@ -63,16 +63,16 @@ class Routers:
     balancing, by the experts that each one is for, both as name patterns.
     """
 
-    sites: tuple[Site, ...]
+    sites: tuple[RouterModules, ...]
     top_k: int
     coefficient: float | None
     enabled: bool
     trouble: str
     biases: Mapping[str, str]
 
-    def modules(self, model: nn.Module) -> dict[nn.Module, Site]:
+    def modules(self, model: nn.Module) -> dict[nn.Module, RouterModules]:
         """The routers of a model of this class."""
-        sites: dict[nn.Module, Site] = {}
+        sites: dict[nn.Module, RouterModules] = {}
         for name, module in model.named_modules():
             for site in self.sites:
                 if site.holds(name, module):
@@ -123,7 +123,7 @@ def find_routers(config: Any, task: Task) -> Routers | None:
 class _OwnLoss:
     """The auxiliary loss of a model's own forward."""
 
-    sites: list[Site]
+    sites: list[RouterModules]
     top_k: int = 0
     coefficient: float | None = None
     trouble: str = ""
@@ -196,9 +196,9 @@ def _failure(error: Exception) -> str:
     return f"transformers' own code fails to compute it ({type(error).__name__}: {text})"
 
 
-def _sites_of(logits: list[torch.Tensor], calls: list[_Call]) -> list[Site]:
+def _sites_of(logits: list[torch.Tensor], calls: list[_Call]) -> list[RouterModules]:
     """The innermost modules that returned these logits; empty if there is none for some."""
-    sites: dict[tuple[str, str], Site] = {}
+    sites: dict[tuple[str, str], RouterModules] = {}
     counts: dict[str, int] = {}
     for table in logits:
         source = _source_of(table, calls)
@@ -208,7 +208,7 @@ def _sites_of(logits: list[torch.Tensor], calls: list[_Call]) -> list[Site]:
         counts[call.name] = counts.get(call.name, 0) + 1
         kind = type(call.module).__name__
         pattern = pattern_of(call.name)
-        sites[kind, pattern] = Site(kind, pattern, index, counts[call.name])
+        sites[kind, pattern] = RouterModules(kind, pattern, index, counts[call.name])
     return list(sites.values())
 
 
@@ -221,7 +221,7 @@ def _source_of(tensor: torch.Tensor, calls: list[_Call]) -> tuple[_Call, int | N
     return None
 
 
-def _top_k(sites: list[Site], logits: list[torch.Tensor], wanted: torch.Tensor) -> int:
+def _top_k(sites: list[RouterModules], logits: list[torch.Tensor], wanted: torch.Tensor) -> int:
     """The number of experts per token with which our formula gives the loss; 0 if none does."""
     if not sites or any(table.ndim < 2 for table in logits):
         return 0
@@ -229,7 +229,7 @@ def _top_k(sites: list[Site], logits: list[torch.Tensor], wanted: torch.Tensor) 
     wanted = wanted.detach()
     weights = torch.tensor([1.0, 0.0])
     for top_k in range(1, min(table.shape[-1] for table in tables) + 1):
-        terms = Terms(1.0, 0.0, top_k)
+        terms = RouterLossWeights(1.0, 0.0, top_k)
         sums: Any = 0
         try:
             for table in tables:
@@ -246,7 +246,7 @@ def _difference(model: Any, case: TinyCase, routers: Routers) -> str:
     ids = case.inputs(ROWS, WIDTH)["input_ids"]
     own = sum(model(input_ids=row, **{FLAG: True}).aux_loss for row in ids.split(1)) / ROWS
     wanted = _loss_and_gradients(model, own)
-    losses = RouterLosses(routers.modules(model), Terms(1.0, 0.0, routers.top_k))
+    losses = RouterLosses(routers.modules(model), RouterLossWeights(1.0, 0.0, routers.top_k))
     losses.begin(MicroBatch(ids, ids.clone(), None, None))
     model(input_ids=ids, use_cache=False, **{FLAG: False})
     zero = torch.zeros((), dtype=torch.float64)
@@ -269,7 +269,7 @@ def _loss_and_gradients(model: nn.Module, loss: Any) -> LossAndGradients:
     return result
 
 
-def _beside_experts(model: nn.Module, case: TinyCase) -> list[Site]:
+def _beside_experts(model: nn.Module, case: TinyCase) -> list[RouterModules]:
     """Routers of models that publish no router logits: modules next to a stack of experts.
 
     The site is the first call there with an output of one value per expert; none if several fit.
@@ -277,7 +277,7 @@ def _beside_experts(model: nn.Module, case: TinyCase) -> list[Site]:
     stacks = find_experts(model)
     with _recorded_calls(model) as calls, torch.no_grad():
         model(**case.inputs(ROWS, WIDTH), use_cache=False)  # type: ignore[operator]
-    sites: dict[tuple[str, str], Site] = {}
+    sites: dict[tuple[str, str], RouterModules] = {}
     blocks = {name for name, _ in find_blocks(model)}
     for stack, module in stacks.items():
         parent = stack.rpartition(".")[0]
@@ -295,7 +295,7 @@ def _beside_experts(model: nn.Module, case: TinyCase) -> list[Site]:
             if len(indices) == 1:
                 kind = type(router.module).__name__
                 pattern = pattern_of(router.name)
-                sites[kind, pattern] = Site(kind, pattern, indices[0])
+                sites[kind, pattern] = RouterModules(kind, pattern, indices[0])
             break
     return list(sites.values())
 

@@ -24,13 +24,13 @@ from torch.distributed.tensor import DTensor, Replicate
 from shardwise.core.compat.torch_private import in_backward
 from shardwise.nn.models.build import find_blocks
 from shardwise.nn.objective import Loss, Objective
-from shardwise.parallel.routers.losses import Terms, losses_of, sums_of
+from shardwise.parallel.routers.losses import RouterLossWeights, losses_of, sums_of
 from shardwise.parallel.routers.token_groups import Tokens, grouped
 from shardwise.parallel.tensor.local import to_local
 
 if TYPE_CHECKING:
     from shardwise.config.router import Balance
-    from shardwise.parallel.routers.find import Site
+    from shardwise.parallel.routers.find import RouterModules
 
 
 class _TableSlot:
@@ -48,8 +48,8 @@ class RouterLosses:
 
     def __init__(
         self,
-        sites: Mapping[nn.Module, Site],
-        terms: Terms,
+        sites: Mapping[nn.Module, RouterModules],
+        terms: RouterLossWeights,
         balance: Balance = "document",
         tokens: Tokens | None = None,
         group: dist.ProcessGroup | None = None,
@@ -139,7 +139,7 @@ class RouterLosses:
         for slot in self._slots.values():
             slot.sums = None
 
-    def _hook(self, slot: _TableSlot, site: Site) -> Callable[..., None]:
+    def _hook(self, slot: _TableSlot, site: RouterModules) -> Callable[..., None]:
         tokens = self.tokens
         terms = self.terms
         index = site.index

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from shardwise.parallel.routers.bias import BiasUpdate
 from shardwise.parallel.routers.find import find_routers, routers_of
 from shardwise.parallel.routers.hooks import RouterLosses
-from shardwise.parallel.routers.losses import Terms
+from shardwise.parallel.routers.losses import RouterLossWeights
 from shardwise.parallel.routers.settings import choose
 from shardwise.parallel.routers.token_groups import Tokens
 
@@ -42,7 +42,9 @@ def routers_in(
     routers = find_routers(config, task) if aux or z else None
     if routers is None:
         return None
-    return RouterLosses(routers.modules(model), Terms(aux, z, routers.top_k), group=group)
+    return RouterLosses(
+        routers.modules(model), RouterLossWeights(aux, z, routers.top_k), group=group
+    )
 
 
 def watch_routers(model: Any, source: ModelSource, run: Run) -> RouterLosses | None:
@@ -51,7 +53,7 @@ def watch_routers(model: Any, source: ModelSource, run: Run) -> RouterLosses | N
     chosen = choose(run, routers, model)
     if routers is None or not (chosen.aux_loss or chosen.z_loss):
         return None
-    terms = Terms(chosen.aux_loss, chosen.z_loss, routers.top_k)
+    terms = RouterLossWeights(chosen.aux_loss, chosen.z_loss, routers.top_k)
     return RouterLosses(routers.modules(model), terms, run.router.balance)
 
 
@@ -69,7 +71,7 @@ def install_routers(
     tokens = Tokens()
     group = None if world.context is None else world.context.get_group()
     top_k = 0 if routers is None else routers.top_k
-    terms = Terms(chosen.aux_loss, chosen.z_loss, top_k)
+    terms = RouterLossWeights(chosen.aux_loss, chosen.z_loss, top_k)
     sites = {} if routers is None else routers.modules(model)
     losses = RouterLosses(sites, terms, run.router.balance, tokens, group)
     if run.recompute == "full":

@@ -15,7 +15,7 @@ import torch
 
 
 @dataclass(frozen=True)
-class Terms:
+class RouterLossWeights:
     """Coefficients of the losses (0: not computed), and the experts per token."""
 
     aux: float
@@ -33,7 +33,7 @@ class Terms:
 
 
 def sums_of(
-    logits: torch.Tensor, numbers: torch.Tensor, weights: torch.Tensor, terms: Terms
+    logits: torch.Tensor, numbers: torch.Tensor, weights: torch.Tensor, terms: RouterLossWeights
 ) -> torch.Tensor:
     """(groups, sums) of one layer: probabilities and counts by expert, squared logsumexp, rows.
 
@@ -62,7 +62,9 @@ def sums_of(
     return torch.cat([*parts, rows], 1)[:-1]
 
 
-def losses_of(sums: torch.Tensor, weights: torch.Tensor, terms: Terms) -> dict[str, torch.Tensor]:
+def losses_of(
+    sums: torch.Tensor, weights: torch.Tensor, terms: RouterLossWeights
+) -> dict[str, torch.Tensor]:
     """Each loss as a weighted sum over groups, of which the last weight (padding) has none."""
     parts = sums[:, :-1]
     rows = sums[:, -1].clamp(min=1.0)

@@ -30,10 +30,10 @@ from shardwise.parallel.tensor.local_trial import Kind, LocalKind, kind_of
 from shardwise.parallel.tensor.quantized import can_slice, full_features, is_packed, slice_packed
 from shardwise.parallel.tensor.roles import Role, Roles, pattern_of
 
-__all__ = ["TensorParallel", "divide_tensor"]
+__all__ = ["TensorParallel", "apply_tensor_parallel"]
 
 
-def divide_tensor(
+def apply_tensor_parallel(
     model: nn.Module,
     roles: Roles,
     mesh: DeviceMesh,

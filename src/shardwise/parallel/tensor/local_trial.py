@@ -92,7 +92,7 @@ def _calls(model: Any, case: TinyCase, blocks: list[nn.Module]) -> dict[nn.Modul
 def _cuts(name: str, block: nn.Module, roles: Roles) -> dict[str, str] | str:
     """How layers of a block are cut, by their names in it; or why it cannot run locally."""
     by_pattern = {role.name: role for role in roles.parts}
-    cuts = {}
+    cuts: dict[str, str] = {}
     for inner, module in block.named_modules():
         pattern = pattern_of(f"{name}.{inner}" if inner else name)
         if pattern in roles.plain:

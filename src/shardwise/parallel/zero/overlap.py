@@ -62,14 +62,14 @@ def requested_comm(parallel: Parallel) -> CommSettings:
 
 def install_overlap(
     sharded: ShardedModel, prefetch: int | None, reductions: bool, timed: bool
-) -> None:
+) -> bool:
     """Gathers `prefetch` units ahead; with `reductions`, defers those too on a CPU.
 
-    `timed`: a timer is on, which on a CPU measures waits, so that nothing may overlap.
+    `timed`: a timer is on, which on a CPU measures waits, so that nothing may overlap: False then.
     """
     cpu = effective_device(sharded.device) == "cpu"
     if prefetch is None or sharded.mesh.size(1) == 1 or (timed and cpu):
-        return
+        return False
     forward = _distinct(sharded, sharded.model.modules())
     backward = _distinct(sharded, _inner_first(sharded.model))[::-1]
     outermost = _outermost(forward)
@@ -92,6 +92,7 @@ def install_overlap(
         for unit in forward:
             for group in parameter_groups(unit):
                 unit.set_custom_reduce_scatter(DeferredReduce(group, pending))
+    return True
 
 
 class _PendingReductions:

@@ -38,8 +38,10 @@ def install_collectives(
     world: World,
     timeout: float,
     float8: Float8Gathers = "",
-) -> None:
-    """Replaces the model's gathers and reductions as the settings say; a collective.
+) -> str:
+    """Replaces the model's gathers and reductions as the settings say, and describes what changed.
+
+    A collective.
 
     `float8`: whether the weights of fp8 layers are gathered in fp8 (float8_gather.py).
     """
@@ -48,7 +50,7 @@ def install_collectives(
     secondary = None if parallel.hpz_size == shard else parallel.hpz_size
     quantized = parallel.quantize_weights or parallel.quantize_gradients
     if shard == 1 or not (secondary or quantized or float8):
-        return
+        return ""
     units = _distinct_units(sharded)
     hops: dict[int, Hops] = {}
 
@@ -67,6 +69,7 @@ def install_collectives(
             gather = WeightGather(packings.get(unit), hops_of(secondary) if secondary else None)
             unit.set_custom_all_gather(gather)
             sharded.on_update.append(gather.forget)
+    node = 1
     if parallel.quantize_gradients:
         node = ranks_per_node(shard, world.control)
         feedback = parallel.error_feedback is not False
@@ -74,6 +77,8 @@ def install_collectives(
             reduce = GradientReduce(hops_of(node) if 1 < node < shard else None, feedback)
             unit.set_custom_reduce_scatter(reduce)
             sharded.on_save.append(reduce.forget)
+    notes = describe_collectives(parallel, shard, node, float8 if packings else "")
+    return notes.removeprefix("; ")
 
 
 def pack_float8(

@@ -62,15 +62,15 @@ class ShardedModel:
                 self.parameters[name] = parameter
         self.units = [m for m in model.modules() if isinstance(m, FSDPModule)]
         self.kept: frozenset[str] | None = None  # tensors that a checkpoint must hold; None = all
-        self.lookup = 0  # parameters that a token only looks up, excluded from FLOPs
+        self.embedding_only_numel = 0  # parameters that a token only looks up, excluded from FLOPs
         # Notes for the end of the run about settings without effect.
-        self.idle: Callable[[], list[str]] = list
+        self.ineffective_notes: Callable[[], list[str]] = list
         self.last = True  # whether the optimizer steps after the current micro-batch
         self.on_update: list[Callable[[], None]] = []
         self.on_save: list[Callable[[], None]] = []
         self.timer: Timer = OFF  # measures where ranks wait for each other
         # By parameter, the ranks that hold the same part; None = those along `replicate`.
-        self.copies: dict[str, int] | None = None
+        self.replication_factors: dict[str, int] | None = None
 
     @property
     def device(self) -> torch.device:
@@ -121,7 +121,7 @@ class ShardedModel:
 
     def clip(self, max_norm: float | None) -> torch.Tensor:
         """Returns the global gradient norm, on the device; clips gradients to `max_norm`."""
-        if self.copies is not None:
+        if self.replication_factors is not None:
             return self._clip_everywhere(max_norm)
         parameters = list(self.parameters.values())
         norm = self.norm([p.grad for p in parameters if p.grad is not None])
@@ -131,7 +131,7 @@ class ShardedModel:
 
     def _clip_everywhere(self, max_norm: float | None) -> torch.Tensor:
         """As `clip`, for parameters sharded along several axes: each part counts once."""
-        assert self.copies is not None
+        assert self.replication_factors is not None
         dtype = torch.float64 if effective_device(self.device) == "cpu" else torch.float32
         square = torch.zeros((), dtype=dtype, device=self.device)
         gradients = []
@@ -139,7 +139,7 @@ class ShardedModel:
             if parameter.grad is None:
                 continue
             gradient = local_of(parameter.grad)
-            square += norm_of(gradient).square() / self.copies[name]
+            square += norm_of(gradient).square() / self.replication_factors[name]
             gradients.append(gradient)
         self.sum_up(square)
         norm = square.sqrt().float()

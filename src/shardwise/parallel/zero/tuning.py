@@ -117,7 +117,7 @@ def tune(
         return requested
     if parallel.hpz_size or parallel.quantize_weights:
         return requested
-    if parallel.beyond_data or run.offload.parameters != "none":
+    if parallel.uses_model_parallelism or run.offload.parameters != "none":
         return requested
     sizes = _blocks(run, model, blocks)
     if sizes.count < 2 or sizes.count * sizes.bytes < SMALL:

@@ -19,7 +19,7 @@ from shardwise.parallel.offload.optimizer import OffloadedOptimizer
 from shardwise.parallel.zero.stages import ShardedModel
 
 
-class Update:
+class OptimizerStep:
     """Steps an optimizer over a sharded model's parameters.
 
     `eager` is the share of the parameters updated during backward, their gradients freed at once;
@@ -88,7 +88,7 @@ class Update:
             self._then(True)
             return self._eager_norm()
         self.scaler.unscale_(self.optimizer)
-        if self.sharded.copies is not None and self.scaler.is_enabled():
+        if self.sharded.replication_factors is not None and self.scaler.is_enabled():
             self.scaler.agree(self.optimizer)
         options: dict[str, torch.Tensor | None] = {}
         if self._offloaded is None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from shardwise.nn.kernels.float8 import BACKWARD, FORWARD, cast, scale_of
-from shardwise.nn.kernels.round_turned import round_both, round_turned
+from shardwise.nn.kernels.transposed_round import round_both, round_transposed
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -22,7 +22,7 @@ def test_both_layouts(shape: tuple[int, int], kind: torch.dtype, device: str) ->
     scale = scale_of(x, kind)
     wanted = cast(x, scale, kind)
     rows, turned = round_both(x, scale.reciprocal(), kind)
-    alone = round_turned(x, scale.reciprocal(), kind)
+    alone = round_transposed(x, scale.reciprocal(), kind)
     assert rows.is_contiguous() and turned.is_contiguous() and turned.shape[1] % 16 == 0
     assert torch.equal(rows.float(), wanted.float())
     for one in (turned, alone):

@@ -25,7 +25,7 @@ LAYERS = 4  # enough to see forward fill and backward empty the memory
 
 
 @dataclass(frozen=True)
-class Moments:
+class StepMemory:
     """Bytes by category along a step of `micro_batches`, where its phases begin, and seconds of attention."""
 
     curve: list[tuple[float, dict[str, int]]]
@@ -35,7 +35,7 @@ class Moments:
     attention: tuple[float, float]  # seconds of a layer and micro-batch, forward and backward
 
 
-def moments_of(source: ModelSource, estimate: Estimate) -> Moments | str:
+def step_memory_of(source: ModelSource, estimate: Estimate) -> StepMemory | str:
     """Returns memory over the step, or the reason why it is unknown: the report is written without it then."""
     depths = depths_of(source.config)
     total_layers = max(depths, default=1)
@@ -59,7 +59,7 @@ def moments_of(source: ModelSource, estimate: Estimate) -> Moments | str:
 
 def _rehearsed(
     source: ModelSource, run: Run, ranks: int, layers: int, total_layers: int, micro_batches: int, device: Device
-) -> Moments:
+) -> StepMemory:
     small = source if layers == total_layers else replace(source, config=first_layers(source.config, layers))
     tracker = rehearse(small, run, 0, ranks, micro_batches=micro_batches).tracker
     ledger = ledger_of(tracker, head_of(tracker))
@@ -70,7 +70,7 @@ def _rehearsed(
             if is_backward or work.phase == "forward":  # what is computed again is scored apart
                 seconds[is_backward] += count * kernel(work, device, run.compiled)
     layer_passes = layers * micro_batches
-    return Moments(
+    return StepMemory(
         *_curve_and_phases(ledger), layers, micro_batches, (seconds[0] / layer_passes, seconds[1] / layer_passes)
     )
 
@@ -92,7 +92,7 @@ def _curve_and_phases(ledger: MemoryLedger) -> tuple[list[tuple[float, dict[str,
     return [((share - first) / span, at) for share, at in ledger.curve() if first <= share <= last], phases
 
 
-def attention_shares(quick: Quick, strategy: Strategy | None, moments: Moments | None) -> tuple[float, float]:
+def attention_shares(quick: Quick, strategy: Strategy | None, moments: StepMemory | None) -> tuple[float, float]:
     """Returns the share of attention in a block's forward and backward; by FLOPs if there was no rehearsal."""
     profile = quick.of
     length = quick.run.data.sequence_length

@@ -36,13 +36,13 @@ def _(x: torch.Tensor, inverse: torch.Tensor, kind: torch.dtype) -> tuple[torch.
     return x.new_empty(x.shape, dtype=kind), x.new_empty(x.shape[1], _padded(x.shape[0]), dtype=kind)
 
 
-@torch.library.custom_op("shardwise::round_turned", mutates_args=())
-def round_turned(x: torch.Tensor, inverse: torch.Tensor, kind: torch.dtype) -> torch.Tensor:
+@torch.library.custom_op("shardwise::round_transposed", mutates_args=())
+def round_transposed(x: torch.Tensor, inverse: torch.Tensor, kind: torch.dtype) -> torch.Tensor:
     """Returns x · inverse in 8 bits, transposed only."""
     return _launch(x, inverse, None, kind) if _takes(x) else lengthened(rounded(x, inverse, kind).t())
 
 
-@round_turned.register_fake
+@round_transposed.register_fake
 def _(x: torch.Tensor, inverse: torch.Tensor, kind: torch.dtype) -> torch.Tensor:
     return x.new_empty(x.shape[1], _padded(x.shape[0]), dtype=kind)
 

@@ -14,7 +14,7 @@ from shardwise.foresight.plan.strategies import applied, legal
 
 
 @dataclass(frozen=True)
-class Rung:
+class TechniqueStep:
     """A technique with the strategy that uses it, or the reason why it cannot be used."""
 
     name: str
@@ -22,19 +22,19 @@ class Rung:
     problem: str | None = None
 
 
-def ladder(plan: Plan, chosen: Strategy) -> list[Rung]:
+def technique_steps(plan: Plan, chosen: Strategy) -> list[TechniqueStep]:
     """Returns the steps from plain data parallelism to the chosen strategy, one technique at a time.
 
     Techniques that cannot be used here are dropped.
     """
     shard_ranks = plan.cluster.ranks // (chosen.tensor * chosen.pipeline)
     strategy = Strategy(0 if shard_ranks > 1 else chosen.zero)
-    rungs = [Rung("plain data parallel" if plan.cluster.ranks > 1 else "as it is", strategy)]
+    steps = [TechniqueStep("plain data parallel" if plan.cluster.ranks > 1 else "as it is", strategy)]
     for name, changes in _techniques(chosen, strategy.zero):
         strategy = replace(strategy, **changes)  # type: ignore[arg-type]
-        rungs.append(Rung(name, strategy))
-    checked = [_checked(plan, rung) for rung in rungs]
-    return [rung for rung in checked if rung.problem is None]
+        steps.append(TechniqueStep(name, strategy))
+    checked = [_checked(plan, step) for step in steps]
+    return [step for step in checked if step.problem is None]
 
 
 def _techniques(chosen: Strategy, first: int) -> Iterator[tuple[str, dict[str, object]]]:
@@ -61,43 +61,45 @@ def _techniques(chosen: Strategy, first: int) -> Iterator[tuple[str, dict[str, o
         yield f"+ weights on {chosen.offload_parameters}", {"offload_parameters": chosen.offload_parameters}
 
 
-def variants(plan: Plan, chosen: Strategy) -> list[Rung]:
+def variants(plan: Plan, chosen: Strategy) -> list[TechniqueStep]:
     """Returns the chosen strategy with one thing changed at a time; those that cannot run say why."""
-    return [_checked(plan, rung) for rung in _variants(plan, chosen)]
+    return [_checked(plan, step) for step in _variants(plan, chosen)]
 
 
-def _variants(plan: Plan, chosen: Strategy) -> Iterator[Rung]:
+def _variants(plan: Plan, chosen: Strategy) -> Iterator[TechniqueStep]:
     cluster = plan.cluster
-    yield Rung(
+    yield TechniqueStep(
         "recompute off" if chosen.recompute else "recompute full", replace(chosen, recompute=not chosen.recompute)
     )
     if cluster.ranks // (chosen.tensor * chosen.pipeline) > 1:
         for zero in (z for z in range(4) if z != chosen.zero):
-            yield Rung(f"ZeRO-{zero}" if zero else "replicated (no ZeRO)", at_stage(chosen, zero))
-    yield Rung(f"micro-batch {chosen.micro * 2}", replace(chosen, micro=chosen.micro * 2))
+            yield TechniqueStep(f"ZeRO-{zero}" if zero else "replicated (no ZeRO)", at_stage(chosen, zero))
+    yield TechniqueStep(f"micro-batch {chosen.micro * 2}", replace(chosen, micro=chosen.micro * 2))
     if chosen.micro % 2 == 0:
-        yield Rung(f"micro-batch {chosen.micro // 2}", replace(chosen, micro=chosen.micro // 2))
+        yield TechniqueStep(f"micro-batch {chosen.micro // 2}", replace(chosen, micro=chosen.micro // 2))
     for tensor in (1, 2, 4, 8):
         if tensor != chosen.tensor and tensor <= cluster.per_node:
             unsharded = replace(chosen, shard=None, secondary=None)  # groups are of the ranks that tensor leaves
-            yield Rung(f"tensor {tensor}" if tensor > 1 else "without tensor", replace(unsharded, tensor=tensor))
+            yield TechniqueStep(
+                f"tensor {tensor}" if tensor > 1 else "without tensor", replace(unsharded, tensor=tensor)
+            )
     per_node = cluster.per_node // chosen.tensor
     if cluster.nodes > 1 and per_node > 1:
         sharded = at_stage(chosen, max(2, chosen.zero))
         if chosen.shard is None:
-            yield Rung(f"hybrid: groups of {per_node}", replace(sharded, shard=per_node, secondary=None))
+            yield TechniqueStep(f"hybrid: groups of {per_node}", replace(sharded, shard=per_node, secondary=None))
         else:
-            yield Rung("divided over all ranks", replace(chosen, shard=None))
+            yield TechniqueStep("divided over all ranks", replace(chosen, shard=None))
         if chosen.secondary is None:
-            yield Rung(f"hpZ {per_node}", replace(at_stage(chosen, 3), shard=None, secondary=per_node))
+            yield TechniqueStep(f"hpZ {per_node}", replace(at_stage(chosen, 3), shard=None, secondary=per_node))
         else:
-            yield Rung("without hpZ", replace(chosen, secondary=None))
+            yield TechniqueStep("without hpZ", replace(chosen, secondary=None))
     if chosen.offload == "none":
-        yield Rung("optimizer on cpu", replace(at_stage(chosen, max(2, chosen.zero)), offload="cpu"))
+        yield TechniqueStep("optimizer on cpu", replace(at_stage(chosen, max(2, chosen.zero)), offload="cpu"))
         both = replace(at_stage(chosen, 3), offload="cpu", offload_parameters="cpu")
-        yield Rung("optimizer and weights on cpu", both)
+        yield TechniqueStep("optimizer and weights on cpu", both)
     else:
-        yield Rung("without offload", replace(chosen, offload="none", offload_parameters="none"))
+        yield TechniqueStep("without offload", replace(chosen, offload="none", offload_parameters="none"))
 
 
 def at_stage(strategy: Strategy, zero: int) -> Strategy:
@@ -112,9 +114,9 @@ def at_stage(strategy: Strategy, zero: int) -> Strategy:
     )
 
 
-def _checked(plan: Plan, rung: Rung) -> Rung:
+def _checked(plan: Plan, step: TechniqueStep) -> TechniqueStep:
     assert plan.quick is not None
-    return replace(rung, problem=_problem(plan, plan.quick, rung.strategy))
+    return replace(step, problem=_problem(plan, plan.quick, step.strategy))
 
 
 def _problem(plan: Plan, quick: Quick, strategy: Strategy) -> str | None:

@@ -10,7 +10,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 HEAD_SECONDS = 10.0  # for the request line and headers, from the first byte or the connection on
 
 
-class Impatient(H11Protocol):
+class HeadTimeoutProtocol(H11Protocol):
     """uvicorn's HTTP protocol with a time limit for a request's head, which uvicorn itself does not have."""
 
     _late: asyncio.TimerHandle | None = None

@@ -33,7 +33,7 @@ from shardwise.nn.models.build import find_blocks
 from shardwise.nn.models.source import quiet
 from shardwise.nn.tiny.case import FIRST, CannotParallelize
 from shardwise.nn.tiny.shrink import shrink
-from shardwise.parallel.context.blocks import block_of, merge, sunk, wide
+from shardwise.parallel.context.blocks import add_attention_sinks, block_of, merge, wide
 from shardwise.parallel.context.gather import CallShapes, call_changed, modules_of
 from shardwise.parallel.context.mask import ContextMask, ContextRows
 from shardwise.parallel.context.positions import Positions
@@ -50,7 +50,7 @@ MOST_CLASSES = 4  # of modules that may get full rows; models need one or two
 
 
 @dataclass(frozen=True)
-class Way:
+class CallConvention:
     """How a model is called with its part.
 
     `positions`: with `position_ids`; `behind`: which start behind the padding id, as RoBERTa's do;
@@ -62,20 +62,20 @@ class Way:
     registry: bool = True
 
 
-WAYS = (Way(), Way(behind=True), Way(positions=False))
+CONVENTIONS = (CallConvention(), CallConvention(behind=True), CallConvention(positions=False))
 
 
 @dataclass(frozen=True)
-class Findings:
+class ContextSupport:
     """How to call a model, which classes of modules get full rows, and whether packing works."""
 
-    way: Way
+    convention: CallConvention
     whole: dict[str, CallShapes]
     packed: bool
     trouble: str = ""  # why packed documents do not work
 
 
-def examine(model: Any) -> Findings:
+def examine(model: Any) -> ContextSupport:
     """What sharded sequences need of a model; raises CannotParallelize if it cannot have them."""
     with torch.random.fork_rng(devices=[]), torch.no_grad(), quiet():
         try:
@@ -89,21 +89,23 @@ def examine(model: Any) -> Findings:
             ) from error
         refusals: list[CannotParallelize] = []
         for most_classes in (0, MOST_CLASSES):
-            for plain_way in WAYS:
-                way = replace(plain_way, registry=most_classes == 0)
+            for plain in CONVENTIONS:
+                convention = replace(plain, registry=most_classes == 0)
                 try:
-                    return _examine_way(tiny, ids, way, most_classes)
+                    return _examine(tiny, ids, convention, most_classes)
                 except CannotParallelize as refusal:
                     refusals.append(refusal)
     raise refusals[0]
 
 
-def _examine_way(model: Any, ids: torch.Tensor, way: Way, most_classes: int) -> Findings:
-    """Tries a way, with full rows for at most so many classes of modules."""
+def _examine(
+    model: Any, ids: torch.Tensor, convention: CallConvention, most_classes: int
+) -> ContextSupport:
+    """Tries a convention, with full rows for at most so many classes of modules."""
     gathered: list[str] = []
     while True:
         try:
-            calls = _try(model, ids, PLAIN, way, gathered)
+            calls = _try(model, ids, PLAIN, convention, gathered)
             break
         except CannotParallelize as refusal:
             kind = _part_of_block(model, refusal.module)
@@ -111,10 +113,10 @@ def _examine_way(model: Any, ids: torch.Tensor, way: Way, most_classes: int) -> 
                 raise
             gathered.append(kind)
     try:
-        _try(model, ids, PACKED, way, gathered)
+        _try(model, ids, PACKED, convention, gathered)
     except CannotParallelize as refusal:
-        return Findings(way, calls, False, str(refusal))
-    return Findings(way, calls, True)
+        return ContextSupport(convention, calls, False, str(refusal))
+    return ContextSupport(convention, calls, True)
 
 
 def _part_of_block(model: nn.Module, name: str) -> str | None:
@@ -141,16 +143,20 @@ def _tiny(model: Any) -> Any:
     return tiny.train()
 
 
-def first_position(model: Any, way: Way) -> int:
+def first_position(model: Any, convention: CallConvention) -> int:
     """The position of a document's first token."""
     pad = getattr(model.config.get_text_config(decoder=True), "pad_token_id", None)
-    if way.behind and pad is not None:
+    if convention.behind and pad is not None:
         return int(pad) + 1
     return 0
 
 
 def _try(
-    model: Any, ids: torch.Tensor, lengths: list[list[int]], way: Way, gathered: list[str]
+    model: Any,
+    ids: torch.Tensor,
+    lengths: list[list[int]],
+    convention: CallConvention,
+    gathered: list[str],
 ) -> dict[str, CallShapes]:
     """How modules with full rows were called; raises CannotParallelize with a module's name."""
     documents = Documents.of_lengths(lengths)
@@ -160,16 +166,16 @@ def _try(
     recorder = _Recorder(model)
     hooks = Positions(model)
     try:
-        ask_registry(model, way)
+        ask_registry(model, convention)
         with recorder.hooks(), recorder.full_rows(gathered):
             for rank, ranks in [(0, 1), *((rank, RANKS) for rank in range(RANKS))]:
                 part, layout = split_batch(batch, ranks, rank, zigzag=True)
                 recorder.begin(layout)
                 mask = ContextRows(layout, recorder.attend, ids.device)
                 inputs: dict[str, Any] = {"attention_mask": mask}
-                if way.positions:
+                if convention.positions:
                     assert part.position_ids is not None
-                    inputs["position_ids"] = part.position_ids + first_position(model, way)
+                    inputs["position_ids"] = part.position_ids + first_position(model, convention)
                 logits = model(input_ids=part.input_ids, use_cache=False, **inputs).logits
                 if not _close(logits, layout.take(reference)):
                     what = "documents in a row than for each alone"
@@ -202,14 +208,14 @@ def _logits_of_documents(model: Any, ids: torch.Tensor, documents: Documents) ->
     return torch.cat([output.logits.flatten(0, 1) for output in outputs])
 
 
-def ask_registry(model: Any, way: Way) -> None:
-    """Installs our attention functions; with `way.registry`, for all modules, by selecting "sdpa".
+def ask_registry(model: Any, convention: CallConvention) -> None:
+    """Installs our attention; with `convention.registry`, for all modules, by selecting "sdpa".
 
     The model gets its own copy of the config, since others may build from the original.
     """
     copies: dict[int, Any] = {}
     for module in model.modules():
-        if way.registry and is_config(getattr(module, "config", None)):
+        if convention.registry and is_config(getattr(module, "config", None)):
             module.config = copy.deepcopy(module.config, copies)
             set_attention_of(module.config, "sdpa")
     if not install(model):
@@ -387,7 +393,7 @@ class _Recorder:
             partial = block.forward(query[:, :, at], *visible)
             out[:, :, at], lse[:, :, at] = merge(out[:, :, at], lse[:, :, at], *partial)
         if scores.sinks is not None:
-            out, _ = sunk(out, lse, scores.sinks)
+            out, _ = add_attention_sinks(out, lse, scores.sinks)
         return out
 
 
