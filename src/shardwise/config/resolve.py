@@ -200,6 +200,8 @@ def compile_here(run: Run, machine: Machine) -> tuple[bool, str | None]:
         return False, "Triton or a C compiler is missing here"
     if run.train.steps is not None and run.train.steps < WORTH_COMPILING:
         return False, f"it would not pay within {run.train.steps} steps"
+    if run.parallel.tensor > 1 or run.parallel.pipeline > 1:
+        return False, "its gain beside tensor and pipeline parallelism has not been measured"
     conflicts = clashes(run.model_copy(update={"compile": True}))
     if clash := next((conflict for conflict in conflicts if conflict.field == "compile"), None):
         return False, f"it {clash.problem}"
