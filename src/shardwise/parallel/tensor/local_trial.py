@@ -116,7 +116,7 @@ def _try(block: nn.Module, cuts: Mapping[str, str], args: Any, kwargs: Any) -> L
         return LocalKind({}, "it reads more than hidden states")
     if leaves[depend[0]].shape[1] % SIZE:
         return LocalKind({}, "the tiny model's rows are odd")
-    call = _Call(leaves, spec, depend[0])
+    call = _BlockCall(leaves, spec, depend[0])
     try:
         expected = call.run(block)
     except _NotOne as refusal:
@@ -182,7 +182,7 @@ class _NotOne(Exception):
 
 
 @dataclass(frozen=True)
-class _Call:
+class _BlockCall:
     """A block's arguments, and which of them are the hidden states."""
 
     leaves: list[Any]
@@ -245,7 +245,7 @@ class _Meeting:
 
 
 def _run_ranks(
-    block: nn.Module, cuts: Mapping[str, str], shares: Shares, call: _Call
+    block: nn.Module, cuts: Mapping[str, str], shares: Shares, call: _BlockCall
 ) -> list[dict[str, torch.Tensor]]:
     meeting = _Meeting()
     width = call.leaves[call.hidden].shape[1] // SIZE
