@@ -84,6 +84,13 @@ def _resolve() -> None:
     assert tp.resolve_process_group(dist.group.WORLD.group_name) is dist.group.WORLD
 
 
+@seam("all_gather_flat", "reduce_scatter_flat", "all_reduce_flat")
+def _flat_collectives() -> None:
+    x, name = torch.arange(4.0), dist.group.WORLD.group_name
+    for y in (tp.all_gather_flat(x, 1, name), tp.reduce_scatter_flat(x, 1, name), tp.all_reduce_flat(x, name)):
+        assert type(y) is torch.Tensor and torch.equal(x, y) and y.data_ptr() != x.data_ptr()
+
+
 @seam("FakeTensor", "FakeTensorMode", "unset_fake_temporarily")
 def _fake() -> None:
     with tp.FakeTensorMode(allow_non_fake_inputs=True) as mode:

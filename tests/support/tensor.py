@@ -101,6 +101,37 @@ def two_by_two(kinds: list[tuple[str, Any]], stage: int = 3) -> dict[str, tuple[
     return found
 
 
+def local_kinds(names: list[str], broken: str = "") -> list[tuple[dict[str, Any], str]]:
+    """What is found of blocks of each architecture: counts that are shared, or why they do not run locally.
+
+    `broken`: the first block's attention or norm looks at all features, or all of the sequence.
+    """
+    from shardwise.nn.models.build import find_blocks
+    from shardwise.parallel.tensor.local_trial import try_locally
+    from shardwise.parallel.tensor.roles import find_roles
+
+    results = []
+    for name in names:
+        case = case_of(name)
+        if broken:
+            _, block = find_blocks(case.model())[0]
+            _look_beyond(type(block.self_attn.o_proj if broken == "attention" else block.input_layernorm), broken)
+        for kind in try_locally(case, find_roles(case.model())).values():
+            results.append((dict(kind.shares), kind.refusal))
+    return results
+
+
+def _look_beyond(module: type, broken: str) -> None:
+    plain: Any = module.forward
+    dim = -1 if broken == "attention" else 1
+
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = plain(self, x - x.mean(dim, keepdim=True))
+        return result
+
+    module.forward = forward  # type: ignore[attr-defined]
+
+
 def local_blocks(kinds: list[str], width: int) -> dict[str, tuple[float, float, int, int]]:
     """Distance from one process (loss, gradient), local blocks, and how many ran locally, for rows of `width`."""
     from shardwise.nn.tiny.case import LossAndGradients, gradients_of, judge, units_of
