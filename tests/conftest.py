@@ -23,12 +23,17 @@ LONGEST = (
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Marks what tests/slow.txt lists, skips runs that the torch version is refused for; the longest files first."""
+    import torch
+
     from shardwise.config.axes import ZBV_SINCE, torch_version
 
     here = Path(__file__).parent
     wanted = set((here / "slow.txt").read_text().splitlines())
     # Two workers end together if the longest files (half a minute and more on two cores) do not begin last.
-    items.sort(key=lambda item: str(item.path.relative_to(here)) not in LONGEST)
+    if (
+        torch.version.cuda is None
+    ):  # with CUDA, a process that ran a backward cannot be forked: tests that fork come first
+        items.sort(key=lambda item: str(item.path.relative_to(here)) not in LONGEST)
     for item in items:
         if f"tests/{item.path.relative_to(here)}::{item.nodeid.partition('::')[2]}" in wanted:
             item.add_marker(pytest.mark.slow)
