@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ast
 import inspect
-import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -639,10 +638,19 @@ def _checkpoints() -> None:
 @seam("flight_recording")
 def _recorder() -> None:
     dist.all_reduce(torch.ones(3))
-    found = json.loads(tp.flight_recording(False))
-    for entry in found.get("entries", ()):  # the recorder is off unless TORCH_FR_BUFFER_SIZE says otherwise
-        assert {"process_group", "collective_seq_id", "profiling_name", "time_created_ns", "state"} <= set(entry)
-    assert isinstance(found, dict)
+    found = tp.flight_recording(False)
+    fields = {
+        "process_group",
+        "collective_seq_id",
+        "p2p_seq_id",
+        "is_p2p",
+        "profiling_name",
+        "time_created_ns",
+        "state",
+    }
+    assert found and all(fields | {"retired"} <= set(entry) for entry in found)
+    names = dir(torch._C._distributed_c10d)
+    assert ("_dump_nccl_trace_json" in names) == dist.is_nccl_available()
 
 
 @seam("TorchDynamoException", "default_cache_dir", "has_triton")

@@ -34,6 +34,10 @@ if "shardwise.launch.worker" in sys.orig_argv:
                 local.data.view(-1).view(torch.int32)[0] ^= 1
             elif fault == "sleep":
                 time.sleep(3600)
+            elif fault == "hang":
+                import ctypes
+                while True:  # a signal ends a sleep
+                    ctypes.PyDLL(None).sleep(3600)  # with Python's lock, as some calls of a driver
             elif fault == "raise":
                 raise ValueError("a fault of the test's own")
         return summed
@@ -44,7 +48,8 @@ if "shardwise.launch.worker" in sys.orig_argv:
 
 
 def environment(folder: Path, fault: str, rank: int | str, step: int) -> dict[str, str]:
-    """For `cli.start`, once, in one rank or all: nan (gradients), leap (told loss), flip (a bit), sleep, raise, slow.
+    """For `cli.start`, once, in one rank or all: nan (gradients), leap (told loss), flip (a bit), sleep, hang,
+    raise, slow.
 
     A slow rank naps in each step from that one on, and ranks are compared once a second.
     """

@@ -131,6 +131,19 @@ def test_a_stalled_rank_is_named_and_left_behind(folder: Path, undisturbed: Path
     assert same(output, undisturbed)
 
 
+def test_ranks_that_hang_in_native_code_are_named(folder: Path, undisturbed: Path) -> None:
+    """None of their threads can speak, as in a driver call: the launcher does."""
+    file, output = a_run(folder, "hung", timeout="6s")
+    process = cli.start(file, env=faults.environment(folder / "hangs", "hang", "all", 6))
+    cli.wait_for_step(process, output, 5)
+    code, _, err = cli.finish(process)
+    assert code == 0, err  # they would sleep for 3600 s
+    assert "ranks 0, 1 have not responded for 6 s (timeout)" in err and "a deadlock between devices" in err
+    assert "last seen at step 6 while computing, in accumulate (hangs/sitecustomize.py" in err
+    assert "accumulate" in (output / "logs/start-1/stacks.txt").read_text()
+    assert same(output, undisturbed)
+
+
 def test_a_damaged_checkpoint_is_put_aside(folder: Path) -> None:
     """The newest checkpoint is flipped a bit before the rank dies: the one before is taken, and the rest put aside."""
     file, output = a_run(folder, "damaged", train__steps=5000)

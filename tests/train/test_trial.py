@@ -16,6 +16,7 @@ from shardwise.core.errors import UserError
 from shardwise.nn.models.source import ModelSource, find_model
 from shardwise.nn.tiny.case import LossAndGradients, judge
 from shardwise.train.trial import check
+from shardwise.train.trial.ranks import failure_of
 
 
 @pytest.fixture(autouse=True)
@@ -65,6 +66,16 @@ def test_a_missing_gradient_is_wrong() -> None:
     assert not verdict.right and verdict.module == "b"
     assert not judge(LossAndGradients(float("nan"), {}), LossAndGradients(1.0, {})).right
     assert not judge(LossAndGradients(1.0, {"a": one * float("nan")}), LossAndGradients(1.0, {"a": one})).right
+
+
+def test_the_cause_is_told_not_its_echo() -> None:
+    right = {"outcome": "pass"}
+    lost = {"outcome": "refused", "why": "RuntimeError: [gloo/transport/tcp/pair.cc:547] Connection closed by peer"}
+    cause = {"outcome": "refused", "why": "ValueError: no heads"}
+    assert failure_of([lost, right, cause]) is cause and failure_of([right, right]) is None
+    assert failure_of([{"outcome": "wrong", "why": "the gradient of process group"}, cause])["outcome"] == "wrong"
+    for crashed in ([lost, None], [right, None], [lost, lost]):
+        assert failure_of(crashed)["outcome"] == "silent"
 
 
 def test_the_trial_has_two_ranks_along_each_axis() -> None:

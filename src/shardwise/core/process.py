@@ -1,4 +1,4 @@
-"""Termination of rank processes."""
+"""State and termination of rank processes."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ import ctypes
 import os
 import signal
 from types import FrameType
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
-if TYPE_CHECKING:
-    pass
+import psutil
 
 
 def leave(number: int, frame: FrameType | None) -> NoReturn:
@@ -24,3 +23,14 @@ def die_with_parent(parent: int) -> None:
         ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
     if os.getppid() != parent:  # it was killed before we could ask
         os._exit(1)
+
+
+def process_state(process: int) -> str:
+    """Whether a process on this host is "stopped" or "gone"; "" if neither."""
+    try:
+        status = psutil.Process(process).status()
+    except psutil.NoSuchProcess:
+        return "gone"
+    if status == "zombie":
+        return "gone"
+    return status if status == "stopped" else ""

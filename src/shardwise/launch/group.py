@@ -12,6 +12,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from shardwise.launch.heartbeat import Heartbeats
 from shardwise.launch.rendezvous import Seat
 
 POLL = 0.05
@@ -29,6 +30,7 @@ class RankCommand:
     threads: int
     grace: float  # seconds that ranks have to save
     env: dict[str, str]
+    timeout: float  # seconds that a rank waits for another
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,8 @@ class RankGroup:
             self._children.append(child)
             if speaks:
                 threading.Thread(target=_pass_on, args=(child, log), daemon=True).start()
+        processes = {first + index: child.pid for index, child in enumerate(self._children)}
+        self._heartbeats = Heartbeats(plan.logs, processes if world > 1 else {}, plan.timeout)
 
     def stop(self) -> bool:
         """Asks the ranks to save and exit, and kills them after the grace period. True on the first call."""
@@ -119,6 +123,10 @@ class RankGroup:
             blamed = self._ended()
             self.kill()
             return blamed
+        if verdict := self._heartbeats.verdict():
+            self.kill()
+            self.killed = False  # a failure, not an order
+            return RanksEnded(tuple(1 for _ in codes), verdict)
         return None
 
     def _ended(self) -> RanksEnded:

@@ -18,18 +18,18 @@ from typing import Any
 
 from shardwise.core.cpu_probe import cpu_env, threads_for
 from shardwise.core.errors import Interrupted, OutOfMemory, RunFailed, WordedUserError
+from shardwise.core.lost_peer import TIMED_OUT, is_echo
 from shardwise.core.redact import redact
 from shardwise.foresight.prepare import write_resolved_run
 from shardwise.launch.group import POLL, await_other_ranks
+from shardwise.launch.heartbeat import Heartbeats
 from shardwise.resolved_run import ResolvedRun
 from shardwise.train.status import STACKS, logs_of, read_status
 
 # Ranks vote as a step begins: a signal that meets them within one is acted on at the end of the next.
 STOPPING = "stopping after this step or the next, and saving; {again} ends at once"
 AGAIN = {signal.SIGINT: "Ctrl-C again", signal.SIGTERM: "a second SIGTERM"}
-TIMED_OUT = ("Timed out", "timeout")
 FAILURE = "failure.json"  # the supervisor's last word
-LOST_PEER = ("Connection closed by peer", "Connection reset", "Broken pipe", *TIMED_OUT, "NCCL", "recvValue", "Socket")
 PASSING = ("CUDA error", "Input/output error", "Stale file handle", "Resource temporarily unavailable")
 
 
@@ -157,7 +157,13 @@ class _Signals:
 
 
 def _watch(children: list[subprocess.Popen[bytes]], signals: _Signals, logs: Path, resolved: ResolvedRun) -> None:
+    from shardwise.launch.restarts import Lost
+
+    processes = {rank: child.pid for rank, child in enumerate(children)}
+    heartbeats = Heartbeats(logs, processes if len(processes) > 1 else {}, resolved.run.timeout)
     while True:
+        if verdict := heartbeats.verdict():
+            raise Lost(f"{verdict}\n  → {_how_to_resume(resolved)}")
         codes = [child.poll() for child in children]
         number = signals.received
         if children and all(code == 0 for code in codes):
@@ -192,7 +198,7 @@ def _explain(codes: list[int | None], logs: Path, resolved: ResolvedRun) -> Exce
     killed = [rank for rank, code in enumerate(codes) if code is not None and code < 0 and rank not in notes]
     waited = any(word in note["reason"] for note in notes.values() for word in TIMED_OUT)
     silent = [rank for rank, code in enumerate(codes) if code is None]
-    first = [n for n in notes.values() if not any(word in n["reason"] for word in LOST_PEER)] or list(notes.values())
+    first = [note for note in notes.values() if not is_echo(note["reason"])] or list(notes.values())
     kind: type[RunFailed] = Lost
     if killed:
         rank = killed[0]
@@ -211,7 +217,7 @@ def _explain(codes: list[int | None], logs: Path, resolved: ResolvedRun) -> Exce
         step = note["step"]
         doing = note["doing"]
         reason = note["reason"]
-        transient = any(word in reason for word in (*LOST_PEER, *PASSING))
+        transient = is_echo(reason) or any(word in reason for word in PASSING)
         kind = Lost if transient else RunFailed
         if note.get("memory"):
             kind = OutOfMemory

@@ -338,7 +338,8 @@ def run_node(run_file: Path, overrides: list[str], options: NodeOptions) -> int:
     settings = AgentSettings(name, place, rules, ranks, options.wait, output, options.listen, options.withdraw)
     arguments = ("train", str(run_file), *overrides)
     env = {HOST_VARIABLE: settings.name}
-    return Node(settings, RankCommand(arguments, output / "logs", threads_for(ranks), options.grace, env)).run()
+    command = RankCommand(arguments, output / "logs", threads_for(ranks), options.grace, env, run.timeout)
+    return Node(settings, command).run()
 
 
 def name_here() -> str:

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, NoReturn
 from shardwise.core.errors import OutOfMemory, RunFailed, UserError
 from shardwise.core.process import die_with_parent, leave
 from shardwise.core.redact import redact
+from shardwise.launch.heartbeat import stack_file
 from shardwise.train.status import logs_of
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ def run_rank(
     status.set("meeting the other ranks")
     world = init_world(resolved.run)
     logs = logs_of(resolved.output)
+    dump_stacks_on_signal(stack_file(logs, world.rank))
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     report_failure = partial(
         _report_failure, logs / f"rank-{world.rank}.error.json", world.rank, status, not supervised
@@ -64,6 +66,12 @@ def run_rank(
             raise OutOfMemory(_out_of_memory_message(error, resolved, state)) from error
     dist.destroy_process_group()
     return outcome
+
+
+def dump_stacks_on_signal(file: Path) -> None:
+    """From now on SIGUSR2 writes all stacks to a file, even where native code holds Python's lock."""
+    if signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL:
+        faulthandler.register(signal.SIGUSR2, file=file.open("w"), all_threads=True)
 
 
 def _report_failure(note: Path, rank: int, status: Status, aloud: bool, kind: str, verdict: str) -> None:

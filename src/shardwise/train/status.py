@@ -29,6 +29,11 @@ class Status:
         if self._handle is not None:
             os.pwrite(self._handle, f"{self.step}\t{self.doing}".ljust(WIDTH)[:WIDTH].encode(), 0)
 
+    def beat(self) -> None:
+        """Shows the supervisor that this process can still run code: the file's time is now."""
+        if self._handle is not None:
+            os.utime(self._handle)
+
 
 def read_status(file: Path) -> tuple[int, str]:
     """The last step and activity that a rank wrote; (0, "starting") if unreadable."""

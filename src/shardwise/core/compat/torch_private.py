@@ -8,6 +8,7 @@ nn.Module.
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch._functorch.config
+import torch.distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import HashStore as HashStore  # a store for a group of one process, without a port
 from torch._C._distributed_c10d import _resolve_process_group
@@ -405,11 +407,17 @@ def is_group_object(argument: Any) -> bool:
     return isinstance(argument, torch.ScriptObject) and "ProcessGroup" in str(argument._type())  # type: ignore[attr-defined]
 
 
-def flight_recording(only_active: bool) -> str:
-    """The flight recorder's collectives as JSON, with their stacks left out."""
+def flight_recording(only_active: bool) -> list[dict[str, Any]]:
+    """The flight recorders' entries, without stacks; NCCL's are in a recorder of its own."""
     from torch._C import _distributed_c10d
 
-    return _distributed_c10d._dump_fr_trace_json(True, only_active)  # type: ignore[attr-defined, no-any-return]
+    dumps = [_distributed_c10d._dump_fr_trace_json]  # type: ignore[attr-defined]
+    if dist.is_nccl_available():
+        dumps.append(_distributed_c10d._dump_nccl_trace_json)  # type: ignore[attr-defined]
+    entries: list[dict[str, Any]] = []
+    for dump in dumps:
+        entries += json.loads(dump(True, only_active)).get("entries", ())
+    return entries
 
 
 def index_path(reader: FileSystemReader, rank: int | None) -> Any:

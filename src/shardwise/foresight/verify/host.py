@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from shardwise.core.errors import RunFailed, UserError
+from shardwise.core.lost_peer import is_echo
 
 POLL = 0.02
 LAST_WORDS = 3.0  # seconds given to the other ranks, after one failed, to say what they saw
-LOST_PEER = ("Connection closed by peer", "Connection reset", "Broken pipe", "Timed out", "timeout", "process group")
 
 
 def main(parent: int, model: str, device: str) -> None:
@@ -147,7 +147,7 @@ def _answer(rank: int, task: Callable[[int], dict[str, Any]], ranks: int, folder
         text = str(error).strip()
         expected = isinstance(error, (UserError, RunFailed))
         message = text if expected else f"{type(error).__name__}: {text.splitlines()[0] if text else 'no message'}"
-        lost_peer = any(word in message for word in LOST_PEER)
+        lost_peer = is_echo(message)
         kind = "lost" if lost_peer else "bug"
         return {"failed": message, "kind": "user" if expected else kind}
 

@@ -22,7 +22,7 @@ from shardwise.nn.tiny.case import TinyCase, case_of
 from shardwise.nn.tiny.shrink import shrink
 from shardwise.parallel.tiny_reference import alone
 from shardwise.train.trial.check import small_run
-from shardwise.train.trial.ranks import line_of, run_ranks
+from shardwise.train.trial.ranks import failure_of, line_of, run_ranks
 from shardwise.train.trial.step import try_on_rank
 
 AXES = ("tensor", "pipeline", "context", "expert")
@@ -77,15 +77,9 @@ def one_trial(model_type: str, task: Task, axis: str, limit: float = LIMIT) -> Z
     started = time.monotonic()
     results = run_ranks(lambda rank, folder: _on_rank(rank, folder, model_type, task, run, layout), ranks, limit)
     seconds = round(time.monotonic() - started, 2)
-    silent = {"outcome": "refused", "why": f"no answer within {limit:.0f} s, or a crash"}
-    answered = [result for result in results if result is not None]
-    # The rank that failed by itself tells more than those that waited for it in vain.
-    failures = [result for result in answered if result["outcome"] != "pass"]
-    outcome = min(
-        failures, key=lambda result: "process group" in result["why"] or "gloo" in result["why"], default=None
-    )
-    if outcome is None:
-        outcome = answered[0] if len(answered) == ranks else silent
+    outcome = failure_of(results) or results[0] or {}
+    if outcome["outcome"] == "silent":
+        outcome = {"outcome": "refused", "why": f"no answer within {limit:.0f} s, or a crash"}
     return ZooResult(**outcome | {"model_type": model_type, "task": task, "axis": axis, "seconds": seconds})
 
 

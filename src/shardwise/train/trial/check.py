@@ -198,7 +198,7 @@ def main(file: Path) -> None:
     """Forks the ranks of a trial and prints the outcome as one line."""
     import torch
 
-    from shardwise.train.trial.ranks import run_ranks
+    from shardwise.train.trial.ranks import failure_of, run_ranks
     from shardwise.train.trial.step import reference_of, try_on_rank
 
     torch.set_num_threads(1)
@@ -208,11 +208,8 @@ def main(file: Path) -> None:
     def work(rank: int, folder: Path) -> dict[str, Any]:
         return try_on_rank(rank, folder, case, run, layout, lambda: reference_of(case, run), LIMIT)
 
-    answers = [answer for answer in run_ranks(work, ranks, LIMIT) if answer]
-    failures = [answer for answer in answers if answer["outcome"] != "pass"]
-    if not failures and len(answers) < ranks:
-        failures = [{"outcome": "silent", "why": "a rank crashed"}]
-    print(json.dumps((failures or answers)[0]))
+    answers = run_ranks(work, ranks, LIMIT)
+    print(json.dumps(failure_of(answers) or answers[0]))
 
 
 if __name__ == "__main__":

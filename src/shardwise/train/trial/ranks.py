@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from shardwise.core.lost_peer import is_echo
 from shardwise.nn.tiny.case import CannotParallelize, Deviation
 
 
@@ -24,6 +25,17 @@ def run_ranks(
     with tempfile.TemporaryDirectory() as folder:
         _wait([_fork(rank, work, Path(folder)) for rank in range(ranks)], deadline)
         return [_read(Path(folder) / f"{rank}.json") for rank in range(ranks)]
+
+
+def failure_of(answers: list[dict[str, Any] | None]) -> dict[str, Any] | None:
+    """The failed rank's own outcome, not that of ranks that lost it; None if all passed."""
+    failures = [answer for answer in answers if answer and answer["outcome"] != "pass"]
+    for failure in failures:
+        if failure["outcome"] == "wrong" or not is_echo(failure["why"]):
+            return failure
+    if failures or None in answers:
+        return {"outcome": "silent", "why": "a rank crashed or gave no answer in time"}
+    return None
 
 
 def outcome_of(trial: Callable[[], Deviation]) -> dict[str, Any]:

@@ -1,19 +1,21 @@
 """What a rank is doing now: pending collectives, module and stack, read by another thread.
 
-torch's flight recorder knows every collective that was begun and not yet finished, with its number
-in its group. The Python frames of the rank's threads show where in the model that is. Neither costs
-the step anything.
+torch's flight recorders know every collective that was begun and not yet finished, with its number
+in its group, and NCCL's knows sends and receives too. The Python frames of the rank's threads show
+where in the model that is. Neither costs the step anything.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import sys
 import threading
 import time
 import traceback
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field
 from types import FrameType
 from typing import Any
@@ -28,13 +30,17 @@ DEEPEST = 40  # innermost frames of a stack that are saved
 
 @dataclass(frozen=True)
 class PendingCollective:
-    """A collective that was begun and is not done: its number in its group, its kind and age."""
+    """A collective that was begun and is not done: its number in its group, its kind and age.
+
+    `peers`: of sends and receives, which have numbers of their own, the ranks at the other end.
+    """
 
     group: str
     number: int
     kind: str
     shape: str
     seconds: float
+    peers: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -59,7 +65,10 @@ class Scene:
     @classmethod
     def from_json(cls, text: str | bytes) -> Scene:
         values = json.loads(text)
-        values["waiting"] = tuple(PendingCollective(**entry) for entry in values["waiting"])
+        waiting = []
+        for entry in values["waiting"]:
+            waiting.append(PendingCollective(**entry | {"peers": tuple(entry["peers"])}))
+        values["waiting"] = tuple(waiting)
         values["members"] = {name: tuple(ranks) for name, ranks in values["members"].items()}
         return cls(**values)
 
@@ -67,9 +76,9 @@ class Scene:
 def look(rank: int, step: int, doing: str, model: nn.Module | None) -> Scene:
     """The scene of this process; to be called from a thread that does not train."""
     threads = _training_threads()
-    waiting, begun = _collectives()
     groups = {str(pg.group_name): pg for pg in process_groups()}
     members = {name: tuple(dist.get_process_group_ranks(pg)) for name, pg in groups.items()}
+    waiting, begun = read_recording(flight_recording(False), members)
     names: dict[int, str] = {}
     if model is not None:
         names = {id(module): name for name, module in model.named_modules()}
@@ -99,29 +108,80 @@ def _training_threads() -> list[FrameType]:
     return [frames[main], *others] if main in frames else others
 
 
-def under_way() -> tuple[PendingCollective, ...]:
-    """The collectives that this rank waits in, oldest first; cheap enough for every second."""
-    return _collectives(only_active=True)[0]
+def longest_wait(patient: Collection[str]) -> tuple[float, float]:
+    """How many seconds this rank has waited in a collective, and in one of a `patient` group."""
+    entries = [entry for entry in flight_recording(True) if _is_pending(entry)]
+    if any(entry.get("is_p2p") for entry in entries):
+        entries = flight_recording(False)  # see _parts_of_batches
+    impatient = 0.0
+    patiently = 0.0
+    for pending in read_recording(entries, {})[0]:
+        if pending.group in patient:
+            patiently = max(patiently, pending.seconds)
+        else:
+            impatient = max(impatient, pending.seconds)
+    return impatient, patiently
 
 
-def _collectives(only_active: bool = False) -> tuple[tuple[PendingCollective, ...], dict[str, int]]:
+def read_recording(
+    entries: list[dict[str, Any]], members: Mapping[str, tuple[int, ...]]
+) -> tuple[tuple[PendingCollective, ...], dict[str, int]]:
     """Pending collectives, oldest first, and the number of the last one begun in each group."""
     now = time.time_ns()
     waiting = []
     begun: dict[str, int] = {}
-    for entry in json.loads(flight_recording(only_active)).get("entries", ()):
+    parts = _parts_of_batches(entries)
+    batched = {id(entry) for batch in parts.values() for entry in batch}
+    for entry in entries:
         group = str(entry["process_group"][0])
-        number = int(entry["collective_seq_id"])
+        number = int(entry["p2p_seq_id" if entry.get("is_p2p") else "collective_seq_id"])
         if not entry.get("is_p2p"):
             begun[group] = max(begun.get(group, 0), number)
-        if not entry.get("retired") and entry.get("state") != "completed":
-            kind = str(entry["profiling_name"]).split(":")[-1]
-            age = (now - int(entry["time_created_ns"])) / 1e9
-            waiting.append(PendingCollective(group, number, kind, _shape(entry), round(age, 1)))
+        if not _is_pending(entry) or id(entry) in batched:
+            continue
+        ends = parts.get((group, number), [entry]) if entry.get("is_p2p") else []
+        kind = ", ".join(str(end["profiling_name"]).split(":")[-1] for end in ends or [entry])
+        age = (now - int(entry["time_created_ns"])) / 1e9
+        peers = tuple(sorted({rank for end in ends for rank in _peer(end, members.get(group, ()))}))
+        waiting.append(
+            PendingCollective(group, number, kind, _shape(ends[0] if ends else entry), age, peers)
+        )
     return tuple(sorted(waiting, key=lambda pending: -pending.seconds)), begun
 
 
-def _shape(entry: dict[str, Any]) -> str:
+def _is_pending(entry: Mapping[str, Any]) -> bool:
+    return not entry.get("retired") and entry.get("state") != "completed"
+
+
+def _parts_of_batches(
+    entries: list[dict[str, Any]],
+) -> dict[tuple[str, int], list[dict[str, Any]]]:
+    """Sends and receives that NCCL was given together, by their group and number.
+
+    NCCL records each of them, without noting its end, and then the batch, which has an end.
+    """
+    keys = set()
+    parts: dict[tuple[str, int], list[dict[str, Any]]] = {}
+    for entry in entries:
+        if not entry.get("is_p2p"):
+            continue
+        key = (str(entry["process_group"][0]), int(entry["p2p_seq_id"]))
+        if str(entry["profiling_name"]).endswith("coalesced"):
+            keys.add(key)
+        else:
+            parts.setdefault(key, []).append(entry)
+    return {key: batch for key, batch in parts.items() if key in keys}
+
+
+def _peer(entry: Mapping[str, Any], ranks: tuple[int, ...]) -> tuple[int, ...]:
+    """The rank at the other end of a send or receive, which is named by its place in the group."""
+    match = re.search(r"(?:->|<-)\s*(\d+)$", str(entry["profiling_name"]))
+    if match is None or int(match[1]) >= len(ranks):
+        return ()
+    return (ranks[int(match[1])],)
+
+
+def _shape(entry: Mapping[str, Any]) -> str:
     """Sizes and dtypes of the first two inputs."""
     sizes = entry.get("input_sizes") or []
     dtypes = entry.get("input_dtypes") or []

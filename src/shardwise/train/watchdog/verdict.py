@@ -51,6 +51,17 @@ def judge(scenes: dict[int, Scene], silent: dict[int, Silent], timeout: float) -
     return StallVerdict(tuple(late), "\n".join(lines))
 
 
+def judge_hung(hung: list[Silent], lines: list[str], seconds: float) -> str:
+    """The report on ranks that cannot say what they do; `lines`: where each of them is, or ""."""
+    have = "has" if len(hung) == 1 else "have"
+    report = [f"{_ranks([s.rank for s in hung])} {have} not responded for {seconds:g} s (timeout)"]
+    for silent, line in zip(hung, lines, strict=True):
+        status = f"  {_last_status(silent)}"
+        report.append(f"{status}, in {line}" if line else status)
+    stopped = [silent for silent in hung if silent.state == "stopped"]
+    return "\n".join(report + _numbered(_stopped(stopped[0]) if stopped else NATIVE))
+
+
 def _circular(
     ranks: list[int], scenes: dict[int, Scene], silent: dict[int, Silent], timeout: float
 ) -> StallVerdict:
@@ -74,12 +85,17 @@ def _awaited(
     for pending in scene.waiting:
         if pending.seconds < min(timeout, 1.0) / 2:
             continue  # under way, not stuck
-        for rank in scene.members.get(pending.group, ()):
-            other = scenes.get(rank)
-            is_behind = other and other.begun.get(pending.group, 0) < pending.number
-            if rank in silent or is_behind:
+        for rank in pending.peers or scene.members.get(pending.group, ()):
+            if rank in silent or (rank in scenes and _is_behind(scenes[rank], scene.rank, pending)):
                 ranks.add(rank)
     return ranks - {scene.rank}
+
+
+def _is_behind(other: Scene, rank: int, pending: PendingCollective) -> bool:
+    """Whether a rank has not begun what `rank` waits in."""
+    if not pending.peers:
+        return other.begun.get(pending.group, 0) < pending.number
+    return not any(rank in w.peers and w.group == pending.group for w in other.waiting)
 
 
 def _last_step(scenes: dict[int, Scene]) -> int:
@@ -139,6 +155,11 @@ UNREACHABLE = [
     "its host has run out of memory and swaps",
     "a call into native code that never returns",
 ]
+NATIVE = [
+    "a deadlock between devices: each waits for a message of another that waits in the same way",
+    "a fault of a device or its driver: see nvidia-smi, and Xid in dmesg",
+    "a call into native code that never returns: see the stacks",
+]
 SAVING = [
     "its disk or network storage is slow or full",
     "timeout is too short for a checkpoint of this size",
@@ -160,8 +181,7 @@ def _causes(rank: int, scenes: dict[int, Scene], silent: dict[int, Silent]) -> l
     if rank in silent:
         state = silent[rank].state
         if state == "stopped":
-            remedy = f"kill -CONT {silent[rank].process} lets it go on"
-            return [f"the process was stopped (SIGSTOP, a debugger): {remedy}"]
+            return _stopped(silent[rank])
         if state == "gone":
             return ["the process was killed, often for lack of memory (see dmesg)"]
         return UNREACHABLE
@@ -174,6 +194,11 @@ def _causes(rank: int, scenes: dict[int, Scene], silent: dict[int, Silent]) -> l
     if scene.step <= 1:
         causes.append("the first step is slow (compiling, reading weights): raise timeout")
     return causes + COMPUTING
+
+
+def _stopped(silent: Silent) -> list[str]:
+    remedy = f"kill -CONT {silent.process} lets it go on"
+    return [f"the process was stopped (SIGSTOP, a debugger): {remedy}"]
 
 
 def _nobody(scenes: dict[int, Scene], timeout: float) -> str:

@@ -9,6 +9,9 @@ end. A rank that writes no scene does not answer. The collectives' own timeout i
 Ranks that save may wait for each other as long as a slow disk takes. A watchdog whose rank has
 waited there for longer than the timeout calls the others: it raises no alarm if every rank answers
 and none has been computing the same step for that long.
+
+A rank that hangs in native code that holds Python's lock, or the driver's, cannot run this thread
+either: then the file of its status stays as old as it is, which the launcher notices.
 """
 
 from __future__ import annotations
@@ -23,18 +26,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import distributed_c10d as c10d
 
 from shardwise.core.compat.torch_private import default_store
+from shardwise.core.process import process_state
 from shardwise.distributed.mesh import World
 from shardwise.train.status import STACKS, Status, read_status
-from shardwise.train.watchdog.scene import Scene, look, under_way
+from shardwise.train.watchdog.scene import Scene, longest_wait, look
 from shardwise.train.watchdog.verdict import Silent, StallVerdict, judge
 
 EVERY = 1.0  # seconds between two looks
+RARELY = 5.0  # at most, between two looks at the collectives, where the timeout is long
 ANSWER = 6.0  # seconds that a rank has to write its scene
 LAST = 3.0  # seconds to wait for the thread when the run is over, as the store may not answer
 
@@ -62,6 +66,7 @@ class Watchdog:
         # Groups whose members may wait for a slow disk or network while training continues.
         groups = (world.checkpoint, world.copies)
         self._patient = {group.group_name for group in groups if group is not None}
+        self._waited_patiently = 0.0  # seconds in a patient group, when it was last looked
         self._activity = ("", 0)
         self._since = time.monotonic()  # begin of the activity
         self._calls = 0  # calls of this rank
@@ -89,13 +94,17 @@ class Watchdog:
         self._model = model
 
     def _run(self) -> None:
+        next_look = 0.0
         while not self._over.wait(EVERY):
+            self._status.beat()
             try:
                 self._answer()
                 if self._heard():
                     return
-                if (self._overdue() or self._forsaken()) and self._raise_alarm():
-                    return
+                if time.monotonic() >= next_look:
+                    if (self._overdue() or self._forsaken()) and self._raise_alarm():
+                        return
+                    next_look = time.monotonic() + min(RARELY, self._timeout / 20)
             except Exception as error:  # the store is gone
                 if self._over.is_set():
                     return
@@ -104,7 +113,8 @@ class Watchdog:
                     return
 
     def _overdue(self) -> bool:
-        return any(w.seconds > self._timeout and w.group not in self._patient for w in under_way())
+        waited, self._waited_patiently = longest_wait(self._patient)
+        return waited > self._timeout
 
     def _answer(self) -> None:
         """Answers calls with this rank's activity and its duration."""
@@ -122,7 +132,7 @@ class Watchdog:
 
     def _forsaken(self) -> bool:
         """Whether a long wait for a checkpoint is for a rank that does not answer or is stuck."""
-        waits = any(w.seconds > self._timeout and w.group in self._patient for w in under_way())
+        waits = self._waited_patiently > self._timeout
         if not waits or time.monotonic() < self._next_call:
             return False
         self._calls += 1
@@ -186,7 +196,7 @@ class Watchdog:
             number, _, host = self._store.get(f"who/{rank}").decode().partition("\t")
             process = int(number)
             if host == socket.gethostname():
-                state = _process_state(process)
+                state = process_state(process)
         step, doing = read_status(self._logs / f"rank-{rank}.status")
         return Silent(rank, host, process, step, doing, state)
 
@@ -219,14 +229,3 @@ class Watchdog:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)
-
-
-def _process_state(process: int) -> str:
-    """Whether a process on this host is "stopped" or "gone"; "" if neither."""
-    try:
-        status = psutil.Process(process).status()
-    except psutil.NoSuchProcess:
-        return "gone"
-    if status == "zombie":
-        return "gone"
-    return status if status == "stopped" else ""
