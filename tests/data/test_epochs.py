@@ -26,7 +26,7 @@ from shardwise.data.loader import IGNORE, Loader, StepBatch
 from shardwise.data.mixing import passes_per_epoch
 from shardwise.data.prefetcher import Prefetcher
 from shardwise.nn.objective import sum_by_source
-from shardwise.train.heldout import HeldoutBatching, summed_losses
+from shardwise.train.evaluation import HeldoutBatching, summed_losses
 
 
 @dataclass(frozen=True)

@@ -17,10 +17,10 @@ from support.sources import FIELD, raw_rows, take
 
 from shardwise.config.schema import Source
 from shardwise.core.errors import UserError
-from shardwise.data import containers, jsonfile, tables
-from shardwise.data.containers import CHUNK_BYTES, CHUNK_ROWS
+from shardwise.data import jsonfile, line_files, tables
 from shardwise.data.examples import BadRow, Raw
 from shardwise.data.files import chunk_tasks, content_digest, count_rows, read_chunk, source_files, source_notes
+from shardwise.data.line_files import CHUNK_BYTES, CHUNK_ROWS
 
 Write = Callable[..., str]
 HELLO = '{"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "né 🙂"}]}'
@@ -64,10 +64,10 @@ def test_line_separators_inside_a_row_do_not_split_it(write: Write) -> None:
 def test_chunks_do_not_depend_on_how_the_file_is_read(
     write: Write, monkeypatch: pytest.MonkeyPatch, suffix: str, read: int
 ) -> None:
-    monkeypatch.setattr(containers, "CHUNK_ROWS", 7)
-    monkeypatch.setattr(containers, "CHUNK_BYTES", 200)
-    monkeypatch.setattr(containers, "MAX_ROW", 400)
-    monkeypatch.setattr(containers, "READ", read)
+    monkeypatch.setattr(line_files, "CHUNK_ROWS", 7)
+    monkeypatch.setattr(line_files, "CHUNK_BYTES", 200)
+    monkeypatch.setattr(line_files, "MAX_ROW", 400)
+    monkeypatch.setattr(line_files, "READ", read)
     rows, lines = [], []
     for index in range(60):
         size = 500 if index in (20, 59) else 300 if index in (0, 30) else index % 5
@@ -88,7 +88,7 @@ def test_chunks_do_not_depend_on_how_the_file_is_read(
             assert isinstance(row, Raw) and row.value == rows[row.number]
     sizes = [task.rows for task in tasks]
     assert max(sizes) <= 7
-    monkeypatch.setattr(containers, "READ", 1 << 20)
+    monkeypatch.setattr(line_files, "READ", 1 << 20)
     assert [t.rows for t in chunk_tasks(Source(path=path), FIELD)] == sizes
 
 
@@ -104,7 +104,7 @@ def test_a_row_of_100_mb_is_refused_before_it_is_parsed(
 ) -> None:
     """50 times as long as a row may be; what is held are a few rows of that length."""
     row = 2 << 20
-    for module in (containers, jsonfile):
+    for module in (line_files, jsonfile):
         monkeypatch.setattr(module, "MAX_ROW", row)
         monkeypatch.setattr(module, "CHUNK_BYTES", 1 << 17)  # less than a row may have, as it is
         monkeypatch.setattr(module, "READ", 1 << 17)
@@ -140,10 +140,10 @@ def test_a_row_of_100_mb_is_refused_before_it_is_parsed(
 @pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz", "json", "csv", "parquet", "arrow"])
 def test_memory_does_not_grow_with_the_source(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The peak of making all chunks, of a source and of one ten times as large."""
-    monkeypatch.setattr(containers, "CHUNK_BYTES", 1 << 17)
+    monkeypatch.setattr(line_files, "CHUNK_BYTES", 1 << 17)
     monkeypatch.setattr(tables, "CHUNK_BYTES", 1 << 17)
     monkeypatch.setattr(jsonfile, "CHUNK_BYTES", 1 << 17)
-    monkeypatch.setattr(containers, "READ", 1 << 17)
+    monkeypatch.setattr(line_files, "READ", 1 << 17)
     monkeypatch.setattr(jsonfile, "READ", 1 << 17)
     rows = [{"text": f"{i} " + "word " * 400} for i in range(500)]
     peaks = []

@@ -29,8 +29,8 @@ from shardwise.export import gguf_file, readers
 from shardwise.export.check import BOUNDS, Comparison, Mismatch, compare, load_folder
 from shardwise.export.command import export_gguf
 from shardwise.export.families import FAMILIES, WINDOWLESS, Family, family_of
+from shardwise.export.gguf_compat import judge
 from shardwise.export.gguf_file import KINDS, plan_gguf, write_gguf
-from shardwise.export.readers import judge
 from shardwise.nn.models.gguf import load_gguf
 from shardwise.nn.models.gguf_rules import READS, meaning, open_gguf
 from shardwise.nn.models.source import find_model

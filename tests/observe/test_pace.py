@@ -20,7 +20,7 @@ from support import cli, faults, paces
 from support.ranks import run_ranks
 from support.tiny import tiny_run, tokenizer_folder
 
-from shardwise.observe.pace import FEWEST, IN_A_ROW, SLOWER, Looks, Slow, describe_slow_rank
+from shardwise.observe.pace import FEWEST, IN_A_ROW, SLOWER, Slow, WaitSampler, describe_slow_rank
 from shardwise.observe.ranks import rank_file
 from shardwise.watch.ranks import rank_rows
 
@@ -58,7 +58,7 @@ def test_noise_names_nobody(ranks: int) -> None:
 
 def test_looks_tell_waiting_from_working() -> None:
     """In this thread: a nap is work, a wait for what another makes is none, and outside of a step nobody looks."""
-    looks, future = Looks(), torch.futures.Future[int]()
+    looks, future = WaitSampler(), torch.futures.Future[int]()
     looks.start()
     looks.inside = True
     while looks._looked < FEWEST:
@@ -85,7 +85,7 @@ def test_looks_tell_waiting_from_working() -> None:
 def test_a_frame_between_two_lines_is_work() -> None:
     """Python has no line for it; a look that fails would end all of them."""
     frame: Any = SimpleNamespace(f_code=SimpleNamespace(co_filename="a.py"), f_lineno=None)
-    assert Looks()._waits(frame) is False
+    assert WaitSampler()._waits(frame) is False
 
 
 def run_of(folder: Path, name: str, fault: str, steps: int, until: str = "") -> tuple[Path, str]:

@@ -121,9 +121,9 @@ def _(ground: Ground) -> str:
 
 
 def _trickle(port: int) -> str:
-    from shardwise.serve import head_timeout
+    from shardwise.serve import request_timeout
 
-    with patched(head_timeout, "HEAD_SECONDS", 0.3):
+    with patched(request_timeout, "HEAD_SECONDS", 0.3):
         answer = say(port, b"GET / HTTP/1.1\r\n" + b"X: y\r\n" * 1000, pause=0.05, within=3.0)
     return f"{answer.refusal(0)} after the 0.3 s allowed here (10 as installed)"
 

@@ -201,17 +201,17 @@ ROW = 4 << 20  # in tests, so that memory with and without protection is far apa
 
 def _bounded(ground: Ground, file: Path, most: int) -> str:
     """What reading it says, if memory did not grow by more than so many times the longest row that is read."""
-    from shardwise.data import containers
+    from shardwise.data import line_files
 
     fine = ground.folder / "fine.jsonl"
     fine.write_text('{"text": "fine"}\n')
     with contextlib.suppress(Exception):
         _read(ground, fine)  # what reading imports does not count
     row = REAL_ROW if ground.for_the_page else ROW
-    limit = row if containers.MAX_ROW == REAL_ROW else containers.MAX_ROW  # a test may have taken it away
+    limit = row if line_files.MAX_ROW == REAL_ROW else line_files.MAX_ROW  # a test may have taken it away
     before = _memory("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew: another attempt's may have been higher
-    with patched(containers, "MAX_ROW", limit):
+    with patched(line_files, "MAX_ROW", limit):
         words = str(_read(ground, file))
     grown = _memory("VmHWM") - before
     if grown > most * row:

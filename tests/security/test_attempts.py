@@ -48,7 +48,7 @@ WEAKENED = [
     ),
     ("a host with a wrong token", "shardwise.launch.token", "same", lambda *_: True),
     ("a rank's log that is a link to a file elsewhere", "shardwise.watch.tail", "open_file", lambda p: p.open("rb")),
-    ("93 KB of gzip that are one row of 96 MB", "shardwise.data.containers", "MAX_ROW", 1 << 40),
+    ("93 KB of gzip that are one row of 96 MB", "shardwise.data.line_files", "MAX_ROW", 1 << 40),
     ("16 KB of zstd that are one row of 512 MB", "shardwise.data.streams", "ZSTD_STEP", 1 << 17),
     ("--env HF_TOKEN=… in launch.json", "shardwise.launch.command", "_without_secrets", lambda text, _: text),
     ("a pickle bomb hidden in a sound index", "shardwise.core.safe_pickle", "_Index", pickle.Unpickler),

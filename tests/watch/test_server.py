@@ -16,7 +16,7 @@ from support.watched import make_run, write_lines
 
 from shardwise.cli import main as cli
 from shardwise.core.errors import UserError
-from shardwise.watch.app import Door, Pages
+from shardwise.watch.app import AccessControl, Pages
 from shardwise.watch.command import WatchOptions, address, beside, find_token, listen, watch
 from shardwise.watch.files import STATIC, page_file
 from shardwise.watch.finder import Finder
@@ -25,8 +25,8 @@ EVIL = "<script>alert(1)</script>"
 TOKEN = "a-token-of-16-characters-or-more"
 
 
-def client(root: Path, door: Door | None = None, base: str = "http://127.0.0.1") -> TestClient:
-    return TestClient(Pages(Finder([root]), door or Door()).app(), base_url=base, follow_redirects=False)
+def client(root: Path, door: AccessControl | None = None, base: str = "http://127.0.0.1") -> TestClient:
+    return TestClient(Pages(Finder([root]), door or AccessControl()).app(), base_url=base, follow_redirects=False)
 
 
 @pytest.fixture
@@ -96,7 +96,7 @@ def test_other_names_for_this_machine_are_refused(root: Path) -> None:
 
 
 def test_a_token_by_address_cookie_or_header(root: Path) -> None:
-    door = Door(TOKEN, local_only=False, cookie="c")
+    door = AccessControl(TOKEN, local_only=False, cookie="c")
     web = client(root, door, "http://host.example")
     for path in ("/", "/api/runs", "/metrics", "/static/watch.js", "/?token=wrong", f"/api/runs?token={TOKEN}"):
         answer = web.get(path)

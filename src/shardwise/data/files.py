@@ -20,8 +20,8 @@ from shardwise.config.schema import Source
 from shardwise.core.errors import UserError
 from shardwise.core.printable import counted
 from shardwise.data import tables
-from shardwise.data.containers import CHUNK_ROWS, ChunkPart, Rows, cut_lines, cut_records, cut_texts
 from shardwise.data.jsonfile import cut_json, json_layout
+from shardwise.data.line_files import CHUNK_ROWS, ChunkPart, Rows, cut_lines, cut_records, cut_texts
 from shardwise.data.streams import Input, broken, plain_suffix
 
 __all__ = [

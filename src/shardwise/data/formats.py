@@ -20,7 +20,7 @@ from shardwise.core.errors import UserError
 from shardwise.data.examples import BadRow, Example, Raw
 from shardwise.data.labels import label_name
 from shardwise.data.messages import Misfit, absent, checked_text
-from shardwise.data.readers import READERS, flag_of, has_messages, look_up
+from shardwise.data.row_parsers import READERS, flag_of, has_messages, look_up
 
 SAMPLE = 100  # rows that detection looks at
 TEXTS = ("text", "content", "code", "body", "document", "raw_content", "page_content", "passage", "markdown")

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 from shardwise.config.schema import Source
 from shardwise.core.errors import UserError
-from shardwise.data.containers import (
+from shardwise.data.line_files import (
     BOM,
     CHUNK_BYTES,
     CHUNK_ROWS,

@@ -15,8 +15,8 @@ from typing import Any
 from shardwise.config.schema import Source
 from shardwise.core.compat.hf_private import dataset_fingerprint
 from shardwise.core.errors import UserError
-from shardwise.data.containers import CHUNK_BYTES, CHUNK_ROWS, Rows, not_a_row
 from shardwise.data.examples import BadRow, Raw
+from shardwise.data.line_files import CHUNK_BYTES, CHUNK_ROWS, Rows, not_a_row
 from shardwise.data.streams import seekable
 
 

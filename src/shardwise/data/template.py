@@ -34,7 +34,7 @@ from shardwise.data.examples import Message
 from shardwise.data.generation_tags import Tags, held_against
 from shardwise.data.row_warnings import END_ONCE
 from shardwise.data.template_probe import TOOL, TemplateStyle, look_at
-from shardwise.data.turn_ends import Around, End, Markers, any_of
+from shardwise.data.turn_ends import End, Markers, TurnSuffixes, any_of
 from shardwise.data.turns import THOUGHTS, Mask, RowFault, Span, TemplateFault, Turns, stamps
 
 __all__ = ["SAYING", "ChatTemplate", "Mask", "RowFault", "Span", "TemplateFault"]
@@ -121,7 +121,7 @@ class _KnownEnds:
             return known.get(rest)
         return max(((gap, end) for gap, end in known.items() if rest.startswith(gap)), default=("", None))[1]
 
-    def note(self, end: End, around: Around, follows: str | None, calls: bool) -> None:
+    def note(self, end: End, around: TurnSuffixes, follows: str | None, calls: bool) -> None:
         """Adds an end to the cache."""
         tail = (around.last if follows is None else around.gaps[follows]) or ""
         if end.text and (tail.strip() or follows is None):

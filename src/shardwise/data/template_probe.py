@@ -11,7 +11,7 @@ from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 from shardwise.data.examples import Message
-from shardwise.data.turn_ends import Around, End, Markers, Opening, find_end, find_opening
+from shardwise.data.turn_ends import End, Markers, Opening, TurnSuffixes, find_end, find_opening
 from shardwise.data.turns import ROLES, RowFault, changes_text, no_end, stamps
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ def _look(template: ChatTemplate, lead: list[Message], tools: Sequence[Any]) -> 
         unprompted = prompted = ""  # questions are rewritten once they are answered: nothing is known of prompts
     prompt = prompted.partition(look.question)[2]
     markers = template.markers
-    around = Around(text.partition(look.answer)[2], look.gaps())
+    around = TurnSuffixes(text.partition(look.answer)[2], look.gaps())
     before = look.openings(text)
     gap = around.gaps.get("user", "")
     asks = unprompted != prompted or look.asks_for(prompt, find_opening(markers, before, gap, ()), around.last or "")

@@ -50,7 +50,7 @@ class Opening:
 
 
 @dataclass(frozen=True)
-class Around:
+class TurnSuffixes:
     """Text that a template writes behind one answer: as the last message, and before a next one of each role."""
 
     last: str | None
@@ -132,7 +132,12 @@ def find_opening(markers: Markers, before: Mapping[str, str], gap: str, closings
 
 
 def find_end(
-    markers: Markers, opening: Opening, around: Around, role: str | None, calls: str = "", known: Iterable[str] = ()
+    markers: Markers,
+    opening: Opening,
+    around: TurnSuffixes,
+    role: str | None,
+    calls: str = "",
+    known: Iterable[str] = (),
 ) -> End | None:
     """The end of an answer before a message of this role (None: of the last answer); None if there is none.
 
@@ -144,7 +149,9 @@ def find_end(
 
 
 class _Ends:
-    def __init__(self, markers: Markers, opening: Opening, around: Around, calls: str, known: frozenset[str]) -> None:
+    def __init__(
+        self, markers: Markers, opening: Opening, around: TurnSuffixes, calls: str, known: frozenset[str]
+    ) -> None:
         self.markers = markers
         self.opening = opening
         self.calls = calls

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardwise.data.examples import Message
 from shardwise.data.row_warnings import END_ADDED, END_NEXT, END_ONCE, END_PLAIN
-from shardwise.data.turn_ends import Around, End, alike, find_end
+from shardwise.data.turn_ends import End, TurnSuffixes, alike, find_end
 
 if TYPE_CHECKING:
     from shardwise.data.template import ChatTemplate
@@ -321,7 +321,7 @@ class Turns:
         elif end.added:
             self.notes[END_ADDED + end.text.strip()] = None
 
-    def _around(self, index: int, place: int, following: Message | None, calls: bool) -> Around:
+    def _around(self, index: int, place: int, following: Message | None, calls: bool) -> TurnSuffixes:
         context = self.messages[: index + 1]
         gaps = {}
         for role in ROLES:
@@ -338,7 +338,7 @@ class Turns:
             if at is None:
                 raise rewrites_turns()
             gaps[str(following["role"])] = self.text[place : at - len(content_text(following))]
-        return Around(self._text_behind(context, index, None, calls), gaps)
+        return TurnSuffixes(self._text_behind(context, index, None, calls), gaps)
 
     def _text_behind(self, context: list[Message], index: int, following: Message | None, calls: bool) -> str | None:
         """Text behind an answer, up to the content of the following message."""

@@ -43,7 +43,7 @@ class Arrival:
 
 
 @dataclass(frozen=True)
-class Made:
+class RoundResult:
     """Result of a round."""
 
     digest: str
@@ -113,7 +113,7 @@ class RoundLedger:
 
     def advance(
         self, number: int, plan: VectorPlan, arrivals: list[Arrival], weights: list[float], rule: OuterRule
-    ) -> Made:
+    ) -> RoundResult:
         """Makes the outer step from round `number` to the next, one part at a time."""
         squares = {a.worker: [0.0, 0.0] for a in arrivals}
         mean_square = [0.0]
@@ -145,7 +145,7 @@ class RoundLedger:
 
         digest = self._write_round(number + 1, plan, make)
         norms = {name: sqrt(own) for name, (own, _) in squares.items()}
-        return Made(digest, sqrt(mean_square[0]), norms, {name: sqrt(far) for name, (_, far) in squares.items()})
+        return RoundResult(digest, sqrt(mean_square[0]), norms, {name: sqrt(far) for name, (_, far) in squares.items()})
 
     def _write_round(self, number: int, plan: VectorPlan, make: Callable[[Path, int], torch.Tensor]) -> str:
         target = self.folder(number)

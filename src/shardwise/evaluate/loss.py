@@ -34,7 +34,7 @@ from shardwise.objectives.make import make_objective
 from shardwise.parallel.routers.install import watch_routers
 from shardwise.parallel.selfcheck import UnshardedModel, check_documents
 from shardwise.resolved_run import ResolvedRun
-from shardwise.train.heldout import HeldoutBatching, evaluation_of, summed_losses
+from shardwise.train.evaluation import HeldoutBatching, evaluation_of, summed_losses
 
 UNTRAINED = Adapted(0, 0, 0, 0, None, (), None)
 ALONE = ("causal", "seq2seq", "masked", "classify")  # objectives that need no model besides the one that is measured

@@ -10,7 +10,7 @@ from shardwise.config.schema import Source
 from shardwise.core.errors import UserError
 from shardwise.data.examples import BadRow
 from shardwise.data.files import chunk_tasks, read_chunk
-from shardwise.data.readers import look_up
+from shardwise.data.row_parsers import look_up
 
 
 @dataclass(frozen=True)

@@ -36,9 +36,9 @@ from shardwise.export.check import (
 )
 from shardwise.export.facts import CardFacts, gather, output_of, read_samples
 from shardwise.export.families import family_of, window_of
+from shardwise.export.gguf_compat import judge
 from shardwise.export.gguf_file import KINDS, GgufPlan, plan_gguf, write_gguf
 from shardwise.export.inference import from_checkpoint, with_adapter
-from shardwise.export.readers import judge
 from shardwise.export.vocabulary import vocabulary_of
 from shardwise.nn.adapters.peft import WEIGHTS, is_adapter
 from shardwise.nn.models.origin import Origin, counted, read_origin

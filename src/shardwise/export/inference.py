@@ -28,7 +28,7 @@ from shardwise.nn.adapters.library import load_adapters, use_adapter
 from shardwise.nn.adapters.merge import find_base
 from shardwise.nn.adapters.peft import is_adapter, read_adapter
 from shardwise.nn.adapters.plan import attach
-from shardwise.nn.attention.definition import set_path
+from shardwise.nn.attention.path_selection import set_path
 from shardwise.nn.models.source import ModelSource, find_model
 from shardwise.nn.models.tasks import auto_class, check_talks, task_of
 

@@ -74,7 +74,7 @@ class Pace:
             dist.all_gather_object(self._hosts, socket.gethostname(), group=self.group)
         self._slow = Slow()
         by_timer = self.timer.by_events or isinstance(self.timer, SampledTimer)
-        self._looks = Looks() if self._size > 1 and not by_timer else None
+        self._looks = WaitSampler() if self._size > 1 and not by_timer else None
         self._before = 0, 0.0, 0.0  # steps, seconds and waiting that a timer of every step had told of
         self._steps = 0
         self._seconds = 0.0
@@ -166,7 +166,7 @@ def describe_slow_rank(record: Record) -> str:
     )
 
 
-class Looks:
+class WaitSampler:
     """Thread that samples whether the main thread waits for other ranks."""
 
     def __init__(self) -> None:

@@ -1,7 +1,7 @@
 """Checks the built model before training, in two seconds.
 
 Its logits must equal those of eager attention on one document at a time, and depend neither on
-later tokens nor on other packed documents. nn/attention/definition.py tries a tiny model of the
+later tokens nor on other packed documents. nn/attention/path_selection.py tries a tiny model of the
 class; this is the real one, with its weights, on its device and in its precision. Some
 architectures silently ignore `position_ids` or the mask that packing relies on, so tokens are
 changed, and logits that must not depend on them are compared. All ranks call it together: the
@@ -236,7 +236,7 @@ def check_documents(
 
 
 def _takes_documents(job: ResolvedRun, model: Any) -> bool:
-    supported = job.source.documents  # by a tiny model, in nn/attention/definition.py
+    supported = job.source.documents  # by a tiny model, in nn/attention/path_selection.py
     if supported is None:
         return job.run.attention == "auto" and install(model)
     return supported

@@ -10,7 +10,7 @@ from shardwise.parallel.routers.install import routers_in
 
 
 def alone(case: TinyCase, prepare: Callable[[Any], None] = lambda _: None) -> LossAndGradients:
-    """Loss and gradients by the model's definition (nn/attention/definition.py): eager, row by row.
+    """Loss and gradients by the model's definition (path_selection.py): eager, row by row.
 
     `prepare` changes the model first: adds adapters, for example.
     """

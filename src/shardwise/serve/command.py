@@ -121,7 +121,7 @@ def web_config(app: Any) -> Any:
     """Returns uvicorn's configuration, with limits on connections and on slow clients."""
     import uvicorn
 
-    from shardwise.serve.head_timeout import HeadTimeoutProtocol
+    from shardwise.serve.request_timeout import HeadTimeoutProtocol
 
     return uvicorn.Config(
         app, log_config=None, access_log=False, server_header=False, timeout_graceful_shutdown=int(GRACE) + 5,

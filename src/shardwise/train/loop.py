@@ -10,7 +10,7 @@ import torch.distributed as dist
 from shardwise.data.loader import StepBatch
 from shardwise.nn.attention.varlen import fast_attention
 from shardwise.optim.schedules import set_rates
-from shardwise.train.heldout import Evaluation, HeldoutBatching, evaluation_of, summed_losses
+from shardwise.train.evaluation import Evaluation, HeldoutBatching, evaluation_of, summed_losses
 from shardwise.train.outer_sync import NoSync, no_sync
 from shardwise.train.samples import write_samples
 from shardwise.train.session import Outcome, Session

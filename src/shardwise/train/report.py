@@ -22,7 +22,7 @@ from shardwise.observe.ranks import HostFigures, RankFile, host_file
 from shardwise.observe.tables import Tables
 from shardwise.observe.trackers import Trackers, openers_of
 from shardwise.parallel.selfcheck import without_gradient
-from shardwise.train.heldout import Evaluation
+from shardwise.train.evaluation import Evaluation
 from shardwise.train.setup import TrainState
 from shardwise.train.status import logs_of
 

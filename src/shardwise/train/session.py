@@ -29,8 +29,8 @@ from shardwise.observe.pace import EVERY, Pace
 from shardwise.observe.prediction import beside_prediction
 from shardwise.train.control import Control
 from shardwise.train.early_stopping import EarlyStopping
+from shardwise.train.evaluation import Evaluation
 from shardwise.train.guard import LossGuard
-from shardwise.train.heldout import Evaluation
 from shardwise.train.outer_sync import NoSync
 from shardwise.train.profiling import Profiling
 from shardwise.train.report import TrainReport

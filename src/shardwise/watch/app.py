@@ -46,7 +46,7 @@ HEADERS = {
 
 
 @dataclass(frozen=True)
-class Door:
+class AccessControl:
     """Access control: anyone with the token, or without one only this machine."""
 
     token: str | None = None
@@ -65,7 +65,7 @@ class PageRefused(Exception):
 class Pages:
     """Routes of the dashboard."""
 
-    def __init__(self, finder: Finder, door: Door) -> None:
+    def __init__(self, finder: Finder, door: AccessControl) -> None:
         self._finder, self._door = finder, door
 
     def app(self) -> Starlette:

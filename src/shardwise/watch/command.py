@@ -78,10 +78,10 @@ def server(finder: Finder, listener: socket.socket, host: str, token: str | None
     import uvicorn
 
     from shardwise.core.network import is_loopback
-    from shardwise.serve.head_timeout import HeadTimeoutProtocol
-    from shardwise.watch.app import Door, Pages
+    from shardwise.serve.request_timeout import HeadTimeoutProtocol
+    from shardwise.watch.app import AccessControl, Pages
 
-    door = Door(token, is_loopback(host), f"shardwise_watch_{listener.getsockname()[1]}")
+    door = AccessControl(token, is_loopback(host), f"shardwise_watch_{listener.getsockname()[1]}")
     threading.Thread(target=_read_ahead, args=(finder,), name="first look", daemon=True).start()
     return uvicorn.Server(
         uvicorn.Config(

@@ -24,7 +24,7 @@ from shardwise.foresight.verify.compare import (
     worst_difference,
     write_reference,
 )
-from shardwise.foresight.verify.shrunk_model import Room, fewer_layers, kinds_within, make_model, tiny_config
+from shardwise.foresight.verify.shrunk_model import ResourceBudget, fewer_layers, kinds_within, make_model, tiny_config
 from shardwise.nn.models.source import ModelSource
 
 
@@ -111,7 +111,7 @@ def test_widths_stay_where_there_is_room(tmp_path: Path) -> None:
     values = config_of("llama") | {"num_hidden_layers": 6}
     config = AutoConfig.for_model(values.pop("model_type"), **values)
     source = ModelSource("a llama", config, None, "none")
-    room = Room("cpu", 1 << 32, 2, 1000)
+    room = ResourceBudget("cpu", 1 << 32, 2, 1000)
     real = make_model(source, tmp_path / "real", room, None, full=False, stages=1)
     deep = make_model(source, tmp_path / "deep", room, None, full=False, stages=4)
     tiny = make_model(source, tmp_path / "tiny", replace(room, memory=1000), None, full=False, stages=1)

@@ -24,7 +24,7 @@ from shardwise.foresight.verify.certificate import Certificate, ClaimRow
 from shardwise.foresight.verify.claims import ClaimPlan, plan_claims
 from shardwise.foresight.verify.prove import Prover, Say, as_run
 from shardwise.foresight.verify.ranks import ranks, stopped_by_sigterm, unlaunched
-from shardwise.foresight.verify.shrunk_model import LAYERS, Room, ShrunkModel, drops_out, make_model
+from shardwise.foresight.verify.shrunk_model import LAYERS, ResourceBudget, ShrunkModel, drops_out, make_model
 from shardwise.nn.models.adapt import adapt_model, settle_attention
 from shardwise.nn.models.source import ModelSource, find_model
 
@@ -93,7 +93,7 @@ def _verify(
     notes = list(plan.notes)
     memory = int(SHARE * _memory(device))
     length = min(run.data.sequence_length, max(64, min(TOKENS[device] // plan.rows, _eager_length(source, memory))))
-    room = Room(device, memory, plan.ranks, plan.rows * length * 2 * (len(plan.claims) + 2))
+    room = ResourceBudget(device, memory, plan.ranks, plan.rows * length * 2 * (len(plan.claims) + 2))
     stages = 2 * run.parallel.chunks_per_rank
     say("making the model of the proof")
     layers_needed = stages if run.parallel.pipeline > 1 else 1

@@ -41,7 +41,7 @@ class ShrunkModel:
 
 
 @dataclass(frozen=True)
-class Room:
+class ResourceBudget:
     """Resources of a verification: free memory, and the tokens that will be computed."""
 
     device: str
@@ -57,7 +57,7 @@ class Room:
 
 
 def make_model(
-    source: ModelSource, folder: Path, room: Room, layers: int | None, full: bool, stages: int
+    source: ModelSource, folder: Path, room: ResourceBudget, layers: int | None, full: bool, stages: int
 ) -> ShrunkModel:
     """Writes the model's folder; a pipeline needs at least `stages` layers."""
     if full:
@@ -78,7 +78,7 @@ def make_model(
     return ShrunkModel(folder, description, _count(tiny), tiny.config)
 
 
-def _full_model(source: ModelSource, folder: Path, room: Room) -> ShrunkModel:
+def _full_model(source: ModelSource, folder: Path, room: ResourceBudget) -> ShrunkModel:
     count = _count(source)
     if BYTES * count * room.ranks > room.memory:
         problem = f"{count / 1e6:.0f}M parameters on {room.ranks} ranks take about {_gib(BYTES * count * room.ranks)}"

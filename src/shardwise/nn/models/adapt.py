@@ -17,7 +17,7 @@ from shardwise.core.compat.hf_private import attention_of
 from shardwise.core.errors import UserError
 from shardwise.data.labels import class_of, collect_labels
 from shardwise.data.row_renderers import ROW_PURPOSES
-from shardwise.nn.attention.definition import AttentionPath, path_for
+from shardwise.nn.attention.path_selection import AttentionPath, path_for
 from shardwise.nn.models.source import ModelSource, load_config
 from shardwise.nn.models.tasks import class_names
 

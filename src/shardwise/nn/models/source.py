@@ -39,7 +39,7 @@ class ModelSource:
     """A model that can be built: its config, its weights (None = from scratch) and its tokenizer's folder.
 
     `attention`: transformers' name for the attention that it is built with, and whether packed rows bring their
-    documents; both as nn/attention/definition.py finds them (empty and None: not tried).
+    documents; both as nn/attention/path_selection.py finds them (empty and None: not tried).
     """
 
     label: str

@@ -11,9 +11,9 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from shardwise.data.containers import type_name
 from shardwise.data.examples import Example, Message, Raw
 from shardwise.data.labels import label_name
+from shardwise.data.line_files import type_name
 from shardwise.data.messages import Misfit, absent, checked_text, from_json, read_messages, read_tools
 
 Columns = dict[str, str]

@@ -13,9 +13,9 @@ from shardwise.config.load import load_run
 from shardwise.config.objectives import Task
 from shardwise.core.errors import UserError
 from shardwise.foresight.prepare import prepare_run
-from shardwise.nn.attention import definition
+from shardwise.nn.attention import path_selection
 from shardwise.nn.attention import varlen as attention
-from shardwise.nn.attention.definition import path_for
+from shardwise.nn.attention.path_selection import path_for
 from shardwise.nn.models.source import ModelSource
 from shardwise.resolved_run import ResolvedRun
 
@@ -29,7 +29,7 @@ def source(kind: str, task: Task = "causal", **settings: Any) -> ModelSource:
 
 @pytest.fixture(autouse=True)
 def _nothing_cached(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(definition, "cache_root", lambda: tmp_path)
+    monkeypatch.setattr(path_selection, "cache_root", lambda: tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -46,20 +46,20 @@ def test_sdpa_that_computes_something_else_is_not_taken(monkeypatch: pytest.Monk
     assert path_for(source("gemma2"), "padded").implementation == "sdpa"
     plain = attention.Scores
     monkeypatch.setattr(attention, "Scores", lambda scale, _, *more: plain(scale, None, *more))
-    monkeypatch.setattr(definition, "FORMAT", 0)
+    monkeypatch.setattr(path_selection, "FORMAT", 0)
     found = path_for(source("gemma2"), "padded")
     assert found.implementation == "eager" and "gradient of model.layers" in found.slower
 
 
 def test_a_model_that_cannot_be_tried_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(definition, "by_definition", lambda *_: 1 / 0)
+    monkeypatch.setattr(path_selection, "by_definition", lambda *_: 1 / 0)
     found = path_for(source("llama"), "packed")
     assert found.untried == "ZeroDivisionError: division by zero" and found.implementation == ""
 
 
 def test_outcomes_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     first = path_for(source("llama"), "padded")
-    monkeypatch.setattr(definition, "_try_paths", lambda *_: pytest.fail("tried again"))
+    monkeypatch.setattr(path_selection, "_try_paths", lambda *_: pytest.fail("tried again"))
     assert path_for(source("llama"), "padded") == first
 
 
