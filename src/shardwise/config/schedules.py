@@ -1,7 +1,7 @@
 """Pipeline schedules by name: what the config's checks, the planner and the pipeline need to know of each.
 
 To add one: its name and row here, its order in parallel/pipeline/schedule.py, and its memory and idle time in
-foresight/plan/estimate.py and picture in timeline.py; those raise for a name that they do not know.
+foresight/plan/estimate.py, which raises for a name that it does not know.
 """
 
 from __future__ import annotations

@@ -3,6 +3,9 @@
 A source is a file, a folder, a glob, a saved dataset or a dataset of the hub. Nothing is selected or skipped silently:
 an explicitly named file of unknown kind is an error, one inside a folder is counted in `source_notes`, and settings
 that do not apply to a source are rejected.
+
+To add a kind of file: its suffixes in KINDS here, and what counts and cuts its rows beside those of line_files.py,
+jsonfile.py or tables.py.
 """
 
 from __future__ import annotations

@@ -4,6 +4,9 @@
 maps a name to another column. Several formats may fit; the first of FORMATS that does is the most specific, and the
 reason lists the others. Labels are looked for only by the classification objective: a corpus with a column of topics is
 plain text to other objectives.
+
+To add one: its row in FORMATS here, its parser in row_parsers.py, its name in config/schema.py, and for conversations
+TURNS here and CHAT in statistics.py.
 """
 
 from __future__ import annotations

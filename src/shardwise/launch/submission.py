@@ -1,4 +1,7 @@
-"""Shared by all launchers: the submission, the agent's command line, and calls of external programs."""
+"""Shared by all launchers: the submission, the agent's command line, and calls of external programs.
+
+To add a launcher: a module like slurm.py, its row in SUBMIT here and in command.py, and its option in cli/main.py.
+"""
 
 from __future__ import annotations
 

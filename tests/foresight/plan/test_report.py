@@ -28,7 +28,8 @@ from shardwise.foresight.plan.report import render_report, write_report
 from shardwise.foresight.plan.search import Plan, search
 from shardwise.foresight.plan.strategies import enumerate_strategies
 from shardwise.foresight.plan.technique_steps import technique_steps, variants
-from shardwise.foresight.plan.timeline import schedule
+from shardwise.foresight.plan.timeline import passes
+from shardwise.parallel.pipeline.schedule import Schedule
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 NODE = shutil.which("node")
@@ -141,7 +142,7 @@ def test_techniques_one_by_one(plan: Plan) -> None:
 )
 def test_stages_are_drawn_as_they_run(stages: int, count: int, chunks: int) -> None:
     """Every pass once, none beside another of its stage; idle as the formula says."""
-    boxes = schedule(stages, count, chunks, 1.0, 2.0)
+    boxes = passes(Schedule("interleaved" if chunks > 1 else "1f1b", chunks), stages, count, 1.0, 2.0)
     for stage in range(stages):
         mine = sorted((box.begin, box.end) for box in boxes if box.lane == stage)
         assert sum(end - begin for begin, end in mine) == pytest.approx(3.0 * count)

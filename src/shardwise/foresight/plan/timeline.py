@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import assert_never
 
-from shardwise.config.schema import Parallel
 from shardwise.foresight.plan.charts import TIME, legend, seconds, text
 from shardwise.foresight.plan.estimate import Estimate
+from shardwise.parallel.pipeline.schedule import Action, Kind, Schedule, schedule_of, simulate
 
 MOST_STAGES, MOST_BATCHES = 16, 32
 SLICES = 96  # of all passes of a step together: exchange along the model's axes is drawn between them
 WIDTH, LEFT = 1160, 128
+PASSES: dict[Kind, str] = {
+    "forward": "forward", "backward": "backward", "input": "backward (inputs)", "weight": "backward (weights)",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -120,12 +122,11 @@ def pipeline(estimate: Estimate) -> tuple[str, str]:
     time = estimate.time
     stages = min(parallel.pipeline, MOST_STAGES)
     count = min(estimate.micro_batches, MOST_BATCHES)
-    chunks = chunks_drawn(parallel)
     exposed = time.waiting + time.model_axes
     total = time.forward + time.backward or 1.0
     forward = (time.forward + exposed * time.forward / total) / estimate.micro_batches
     backward = (time.backward + exposed * time.backward / total) / estimate.micro_batches
-    boxes = schedule(stages, count, chunks, forward, backward)
+    boxes = passes(schedule_of(parallel), stages, count, forward, backward)
     end = max(box.end for box in boxes)
     height = 26 if stages <= 8 else 20
     shapes = []
@@ -149,75 +150,27 @@ def pipeline(estimate: Estimate) -> tuple[str, str]:
     label = 'role="img" aria-label="stages of the pipeline"'
     svg = f'{keys}<svg viewBox="0 0 {WIDTH} {total_height}" {label}>{"".join(shapes)}</svg>'
     idle = 1 - count * (forward + backward) / end
-    schedule_name = "interleaved" if len(boxes) > 2 * stages * count else "1f1b"
-    caption = f"{schedule_name}: {stages} stages, {count} micro-batches, {idle:.0%} idle as drawn"
+    caption = f"{parallel.pipeline_schedule}: {stages} stages, {count} micro-batches, {idle:.0%} idle as drawn"
     if stages < parallel.pipeline or count < estimate.micro_batches:
         caption += f" (cut: it has {parallel.pipeline} stages and {estimate.micro_batches} micro-batches a step)"
     return svg, f"{caption}. Numbers are micro-batches; exchange and waiting are part of each box."
 
 
-def chunks_drawn(parallel: Parallel) -> int:
-    """Chunks per stage of the picture, which draws all schedules but the interleaved one as 1F1B."""
-    match parallel.pipeline_schedule:
-        case "interleaved":
-            return parallel.chunks_per_rank
-        case "1f1b" | "gpipe" | "zbv" | "naive":
-            return 1
-        case unknown:
-            assert_never(unknown)
+def passes(schedule: Schedule, stages: int, count: int, forward: float, backward: float) -> list[Box]:
+    """Returns the boxes of every stage's passes, each as early as its inputs are available."""
+    backward_share = 0.5 if schedule.splits else 1.0
+    boxes = []
+
+    def duration(action: Action) -> float:
+        return (forward if action.kind == "forward" else backward * backward_share) / schedule.chunks
+
+    for span in simulate(schedule, stages, count, duration):
+        color = "t1" if span.action.kind == "forward" else "t2"
+        name = f"{PASSES[span.action.kind]} of micro-batch {span.action.micro + 1}"
+        boxes.append(Box(span.rank, span.begin, span.end, color, name))
+    return boxes
 
 
 def _place(box: Box, end: float) -> tuple[float, float]:
     scale = (WIDTH - LEFT - 8) / end
     return LEFT + box.begin * scale, (box.end - box.begin) * scale
-
-
-def schedule(stages: int, count: int, chunks: int, forward: float, backward: float) -> list[Box]:
-    """Returns the boxes of 1F1B, or of the interleaved schedule with several chunks of blocks per stage.
-
-    Each pass begins as soon as its inputs are available.
-    """
-    orders = [_order(stage, stages, count, chunks) for stage in range(stages)]
-    done: dict[tuple[str, int, int], float] = {}  # pass, chunk of the whole model, micro-batch
-    free_at = [0.0] * stages
-    boxes: list[Box] = []
-    while any(orders):
-        progressed = False
-        for stage, order in enumerate(orders):
-            while order:
-                direction, chunk, batch = order[0]
-                position = chunk * stages + stage
-                last = stages * chunks - 1
-                if direction == "F":
-                    needs = ("F", position - 1, batch) if position else None
-                else:
-                    needs = ("B", position + 1, batch) if position < last else ("F", position, batch)
-                if needs is not None and needs not in done:
-                    break
-                begin = max(free_at[stage], done[needs] if needs else 0.0)
-                end = begin + (forward if direction == "F" else backward) / chunks
-                done[direction, position, batch] = free_at[stage] = end
-                name = f"{'forward' if direction == 'F' else 'backward'} of micro-batch {batch + 1}"
-                boxes.append(Box(stage, begin, end, "t1" if direction == "F" else "t2", name))
-                order.pop(0)
-                progressed = True
-        if not progressed:  # a last group that the stages do not divide: an order that always works
-            return schedule(stages, count, 1, forward, backward)
-    return boxes
-
-
-def _order(stage: int, stages: int, count: int, chunks: int) -> list[tuple[str, int, int]]:
-    """The passes of a stage in order: forward or backward, chunk, micro-batch."""
-    groups = (
-        [range(step, min(step + stages, count)) for step in range(0, count, stages)] if chunks > 1 else [range(count)]
-    )
-    forwards = [("F", chunk, batch) for group in groups for chunk in range(chunks) for batch in group]
-    backwards = [("B", chunk, batch) for group in groups for chunk in reversed(range(chunks)) for batch in group]
-    warmup = stages - stage - 1
-    if chunks > 1:
-        warmup = 2 * warmup + (chunks - 1) * stages
-    warmup = min(warmup, len(forwards))
-    order = forwards[:warmup]
-    for step in range(len(forwards) - warmup):
-        order += [forwards[warmup + step], backwards[step]]
-    return order + backwards[len(forwards) - warmup :]

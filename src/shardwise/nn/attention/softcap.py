@@ -5,6 +5,9 @@ of a flash kernel: scores are capped as they are made, a sink is one more score 
 
 All rows of a batch are one line of tokens. A query sees the tokens of its own document from `starts` on (and at most
 `window` of them, itself among them), so documents need no mask and rows no padding to a common length.
+
+The formula stands here, in the kernel (softcap_triton.py), in varlen.py for CPUs, and in parallel/context/blocks.py for
+sequences that are sharded; tests hold each to eager attention.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A model is cut into chunks of consecutive blocks, numbered in forward order; a rank owns one or
 several. A schedule is a list of actions per rank. Nothing here computes: schedules are checked and
-simulated before they run.
+simulated before they run. To add one, see config/schedules.py.
 
 [Note: any number of micro-batches] Actions of different micro-batches depend on one another only
 through the order on each rank. An order with all actions of some micro-batches removed is therefore
