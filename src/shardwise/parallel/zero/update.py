@@ -88,7 +88,7 @@ class OptimizerStep:
             self._then(True)
             return self._eager_norm()
         self.scaler.unscale_(self.optimizer)
-        if self.sharded.replication_factors is not None and self.scaler.is_enabled():
+        if self.scaler.is_enabled():
             self.scaler.agree(self.optimizer)
         options: dict[str, torch.Tensor | None] = {}
         if self._offloaded is None:
