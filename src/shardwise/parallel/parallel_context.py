@@ -45,14 +45,18 @@ class ParallelContext:
     loads: ExpertLoads | None = None
     routing: Routing | None = None
     tiny: Any = None  # a tiny unsharded model of the class, whose structure can be examined
+    _sharded: ShardedModel | None = None
 
     def take(self, sharded: ShardedModel) -> None:
         """Sets how many ranks hold each part of a parameter, so that norms count it once."""
         shared = self.stages.shared if self.stages is not None else {}
+        late = self.stages.complete_late if self.stages is not None else ()
         sharded.replication_factors = {}
         for name, parameter in sharded.parameters.items():
             stages = len(shared.get(name, (0,)))
-            sharded.replication_factors[name] = _copies(parameter) * stages
+            sharded.replication_factors[parameter] = _copies(parameter) * stages
+        sharded.complete_late = frozenset(p for n, p in sharded.parameters.items() if n in late)
+        self._sharded = sharded
 
     @property
     def router_losses(self) -> RouterLosses | None:
@@ -162,7 +166,8 @@ class ParallelContext:
             losses: list[Loss] = self.pipeline.step(
                 batches, self._computing(objective), to_backward, lambda chunk, last: prepare(last)
             )
-        self.stages.sum_shared_gradients()
+        assert self._sharded is not None
+        self.stages.sum_shared_gradients(self._sharded.gradient_of)
         return losses
 
     def loss(self, model: Any, objective: Objective, batch: Any) -> Loss:

@@ -54,7 +54,7 @@ class OptimizerStep:
         self.settle = settle
         self._then = then
         self._offloaded = optimizer if isinstance(optimizer, OffloadedOptimizer) else None
-        self._squares: list[torch.Tensor] = []
+        self._squares: dict[nn.Parameter, torch.Tensor] = {}
         if self._offloaded is not None:
             on_complete = self._record_norm if eager else None
             self._offloaded.attach(sharded, on_complete, accumulates, eager)
@@ -108,7 +108,7 @@ class OptimizerStep:
     def _record_norm(self, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
         """Adds a complete gradient to the norm; its parameter is updated next."""
         self.settle()
-        self._squares.append(norm_of(local_of(gradient)).square())
+        self._squares[parameter] = norm_of(local_of(gradient)).square()
 
     def _accumulated(self, parameter: torch.Tensor) -> None:
         if not self.sharded.last or parameter.grad is None:
@@ -131,10 +131,6 @@ class OptimizerStep:
             group["params"] = params
 
     def _eager_norm(self) -> torch.Tensor:
-        zero = norm_of(torch.zeros(1, device=self.sharded.device))
-        total = torch.stack([zero, *self._squares]).sum()
-        self._squares = []
-        shard = self.sharded.mesh["shard"]
-        if shard.size() > 1:
-            self.sharded.sum_up(total, shard.get_group())
-        return total.sqrt().float()
+        norm = self.sharded.norm_of_squares(self._squares)
+        self._squares = {}
+        return norm
