@@ -155,16 +155,24 @@ class ParallelContext:
         objective: Objective,
         batches: list[Any],
         to_backward: Callable[[Loss], torch.Tensor],
-        prepare: Callable[[bool], None],
+        prepare: Callable[[bool, bool], None],
     ) -> list[Loss]:
         """Forward and backward of all micro-batches through the pipeline.
 
         `prepare` is that of ShardedModel.
         """
         assert self.pipeline is not None and self.stages is not None
+        running = set(self.stages.chunks)
+        splits = self.pipeline.schedule.splits
+
+        def before_backward(chunk: int, last: bool) -> None:
+            if last:
+                running.discard(chunk)
+            prepare(last, splits or not running)
+
         with self.active():
             losses: list[Loss] = self.pipeline.step(
-                batches, self._computing(objective), to_backward, lambda chunk, last: prepare(last)
+                batches, self._computing(objective), to_backward, before_backward
             )
         assert self._sharded is not None
         self.stages.sum_shared_gradients(self._sharded.gradient_of)

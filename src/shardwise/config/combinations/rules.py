@@ -101,8 +101,6 @@ BESIDE_AXES = (
           AS_BF16),
     _rule("parallel.bucket", (f.BUCKET, f.AXES), "goes by whole blocks beside {axes}", "leave it out"),
     _rule("parallel.prefetch", (f.PREFETCH, f.AXES), "is for ZeRO alone, not with {axes}", "leave it out"),
-    _rule("train.optimizer_in_backward", (f.IN_BACKWARD, f.AXES), "does not go with {axes}", "leave it out"),
-    _rule("train.master_weights", (f.SPLIT_MASTERS, f.AXES), "does not go with {axes}", "leave it out"),
     _rule("compile", (f.COMPILE, f.ZBV), "a backward in two parts takes no compiled block", "set compile: false"),
     _rule("fp8", (f.FP8, f.TENSOR), "does not go with {axes} yet", NO_FP8, shown="fp8.recipe"),
     _rule("method.multiply", (f.MULTIPLY, f.TENSOR), "does not go with {axes} yet", "leave it out"),

@@ -65,7 +65,8 @@ class ShardedModel:
         self.embedding_only_numel = 0  # parameters that a token only looks up, excluded from FLOPs
         # Notes for the end of the run about settings without effect.
         self.ineffective_notes: Callable[[], list[str]] = list
-        self.last = True  # whether the optimizer steps after the current micro-batch
+        # Whether gradients that are reduced now are complete, apart from those of `complete_late`.
+        self.last = True
         self.on_update: list[Callable[[], None]] = []
         self.on_save: list[Callable[[], None]] = []
         self.timer: Timer = OFF  # measures where ranks wait for each other
@@ -85,14 +86,19 @@ class ShardedModel:
         """Ranks that train on different data: replicas times shards."""
         return self.mesh.size()
 
-    def prepare_micro_batch(self, last: bool) -> None:
-        """Sets up each micro-batch's forward; `last` is the one before the optimizer step."""
+    def prepare_micro_batch(self, last: bool, final: bool = True) -> None:
+        """Sets up each micro-batch's forward; `last` is the one before the optimizer step.
+
+        A pipeline rank calls it before backwards: `last` is a chunk's last, `final` that of all.
+        """
         root = self._root
-        self.last = last
         if self.stage <= 1:
+            # FSDP would reduce what other chunks have accumulated so far too.
+            last = last and final
             root.set_requires_gradient_sync(last)
         else:
             root.set_requires_all_reduce(last)
+        self.last = last
         if self.stage < 3:
             root.set_reshard_after_backward(last)
 

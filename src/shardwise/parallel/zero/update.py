@@ -84,7 +84,10 @@ class OptimizerStep:
     def _step(self, allowed: Callable[[torch.Tensor], bool] | None) -> torch.Tensor:
         if self.eager:
             assert allowed is None, "the config is checked before"
-            self.optimizer.step()  # parameters with a late gradient, or none
+            for parameter in self.sharded.parameters.values():  # those with a late gradient
+                if self._offloaded is None and parameter.grad is not None:
+                    self._record_norm(parameter, parameter.grad)
+            self.optimizer.step()
             self._then(True)
             return self._eager_norm()
         self.scaler.unscale_(self.optimizer)
@@ -111,9 +114,10 @@ class OptimizerStep:
         self._squares[parameter] = norm_of(local_of(gradient)).square()
 
     def _accumulated(self, parameter: torch.Tensor) -> None:
-        if not self.sharded.last or parameter.grad is None:
-            return
         assert isinstance(parameter, nn.Parameter)
+        late = parameter in self.sharded.complete_late
+        if late or not self.sharded.last or parameter.grad is None:
+            return
         self._record_norm(parameter, parameter.grad)
         if isinstance(self.optimizer, (Elementwise, AdamMini)):
             self.optimizer.update(self._group_of[parameter], [parameter])
