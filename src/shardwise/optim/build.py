@@ -17,11 +17,11 @@ from shardwise.config.schema import Train
 from shardwise.core.errors import UserError
 from shardwise.optim.adafactor import Adafactor
 from shardwise.optim.adam_mini import AdamMini
-from shardwise.optim.codecs import FP32, Kind, codec_of
-from shardwise.optim.elementwise import Elementwise, columns_each
+from shardwise.optim.codecs import FP32, Kind, SharedBlocks, codec_of
+from shardwise.optim.elementwise import Elementwise, codec_beside, columns_each
 from shardwise.optim.muon import Muon, inner_matrices
 from shardwise.optim.rules import rule_of
-from shardwise.optim.shards import column_cut
+from shardwise.optim.shards import column_cut, divides
 
 
 def decay_groups(
@@ -89,6 +89,19 @@ def check_codes(parameters: Mapping[str, nn.Parameter], kind: Kind, name: str) -
             problem = f"a byte holds the states of two columns, and each rank has {columns_each(parameter)} columns "
             problem += f"of {parameter_name}"
             raise UserError("train.optimizer", name, problem, "use optimizer: adamw8bit")
+
+
+def check_pieces(parameters: Mapping[str, nn.Parameter], kind: Kind, name: str) -> None:
+    """Rejects blocks that ranks share where they would not update the same pieces in the same order."""
+    codecs = {key: codec_beside(parameter, kind, "exp_avg") for key, parameter in parameters.items()}
+    shared = next((key for key, codec in codecs.items() if isinstance(codec, SharedBlocks)), None)
+    uneven = next((key for key, parameter in parameters.items() if not divides(parameter)), None)
+    if shared is None or uneven is None:
+        return
+    problem = f"ranks share blocks of {shared}'s states and have to update the same pieces, but {uneven} does not "
+    problem += "divide evenly"
+    remedy = "use optimizer: adamw, or advanced.master_weights: fp32 and offload.optimizer: none"
+    raise UserError("train.optimizer", name, problem, remedy)
 
 
 def state_bytes(train: Train) -> float:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from shardwise.core.compat.torch_private import DTensorSpec, TensorMeta, local_tensor
 
@@ -66,6 +66,16 @@ def local_range(parameter: Tensor, dim: int, length: int | None = None) -> tuple
     return start, stop
 
 
+def divides(parameter: Tensor) -> bool:
+    """Returns whether all ranks have parts of one size."""
+    sizes = list(parameter.shape)
+    for cut in cuts_of(parameter):
+        if sizes[cut.dim] % cut.size:
+            return False
+        sizes[cut.dim] //= cut.size
+    return True
+
+
 def local_of(tensor: Tensor) -> Tensor:
     """Returns this rank's part, as a plain tensor that shares the memory."""
     return local_tensor(tensor) if isinstance(tensor, DTensor) else tensor.detach()
@@ -104,11 +114,19 @@ def zeros_beside(
     for dim, length in zip(followed, shape, strict=True):
         low, high = (0, length) if dim < 0 else local_range(parameter, dim, length)
         sizes.append(high - low)
-    placements = [p if p.is_replicate() or p.dim in followed else Replicate() for p in parameter.placements]  # type: ignore[attr-defined]
     size = torch.Size(shape)
     meta = TensorMeta(size, torch.empty(size, device="meta").stride(), dtype)
-    spec = DTensorSpec(parameter.device_mesh, tuple(placements), tensor_meta=meta)
+    spec = DTensorSpec(parameter.device_mesh, placements_along(parameter, followed), tensor_meta=meta)
     return DTensor(torch.zeros(sizes, dtype=dtype, device=local.device), spec, requires_grad=False)
+
+
+def placements_along(parameter: DTensor, dims: Sequence[int]) -> tuple[Placement, ...]:
+    """Returns a parameter's placements for a tensor that is cut like these of its dims and full otherwise."""
+    kept = []
+    for placement in parameter.placements:
+        follows = placement.is_replicate() or placement.dim in dims  # type: ignore[attr-defined]
+        kept.append(placement if follows else Replicate())
+    return tuple(kept)
 
 
 def summed(parts: Sequence[Tensor], cuts: Sequence[Sequence[Cut]]) -> list[Tensor]:

@@ -429,7 +429,9 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 second = StoredState(codecs["exp_avg_sq"], square, seeds[1])
                 weights = high.view(len(high), -1)
                 rows = gradient.view(weights.shape)
-                fused.adamw(weights, rows, first, second, segment.offset, hyper, low, scale)
+                offset = segment.offset
+                stride = segment.stride
+                fused.adamw(weights, rows, first, second, offset, hyper, low, scale, stride)
                 return
         gradient = gradient.float()
         if scale is not None:
@@ -438,7 +440,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         states = {s: [codecs[s].decode(parts, segment.shape)] for s, parts in stored.items()}
         self.rule([master], [gradient], states, hyper)
         for seed, (state, parts) in zip(seeds, stored.items(), strict=True):
-            codecs[state].encode(states[state][0], parts, seed, segment.offset)
+            codecs[state].encode(states[state][0], parts, seed, segment.offset, segment.stride)
         if low is not None:
             split_(master, high, low)
 
