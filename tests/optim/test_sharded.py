@@ -14,20 +14,28 @@ from support.ranks import run_ranks
 NAMES = list(OPTIMIZERS)
 # Largest difference after 5 steps of size 1e-2, where sums are added in another order; else none at all.
 BOUNDS = {"adafactor": 2e-7, "muon": 1e-6}
+ROWS = {"adam-mini": 1e-7}  # too, where rows are divided
+LAST_BIT = 2e-8  # fused AdamW on a CPU computes what is left over of 16 columns by other instructions
 
 
-@pytest.fixture(scope="module", params=[(2, 1), (3, 1), (4, 2), (2, 2)], ids=["2", "3", "4-hybrid", "2-replicas"])
-def spread(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
-    """Every rank's own view; with replicas, that none goes its own way is part of it."""
-    ranks, replicas = request.param
-    return run_ranks(optimizers.sharded, ranks, NAMES, 5, replicas)
+MESHES = {"2": (2, 1), "3": (3, 1), "4-hybrid": (4, 2), "2-replicas": (2, 2)}
+
+
+@pytest.fixture(scope="module", params=[*MESHES, "tensor 2", "tensor 4", "expert 2"])
+def spread(request: pytest.FixtureRequest) -> tuple[bool, list[dict[str, Any]]]:
+    """Whether rows are divided, and every rank's own view: with replicas, that none goes its own way is part of it."""
+    if request.param not in MESHES:
+        return True, run_ranks(optimizers.on_axes, 4, NAMES, 5, request.param)
+    ranks, replicas = MESHES[request.param]
+    return False, run_ranks(optimizers.sharded, ranks, NAMES, 5, replicas)
 
 
 @pytest.mark.parametrize("which", NAMES)
-def test_ranks_equal_one_process(which: str, spread: list[dict[str, Any]]) -> None:
+def test_ranks_equal_one_process(which: str, spread: tuple[bool, list[dict[str, Any]]]) -> None:
     """Parameters, and every state, coded ones bit for bit."""
     expected = optimizers.alone(which, 5)
-    for results in spread:
+    divided, views = spread
+    for results in views:
         found = results[which]
         assert found.keys() == expected.keys()
         worst = 0.0
@@ -37,8 +45,8 @@ def test_ranks_equal_one_process(which: str, spread: list[dict[str, Any]]) -> No
                 worst = max(worst, (found[name].float() - value.float()).abs().max().item())
             else:
                 torch.testing.assert_close(found[name], value, rtol=1e-6, atol=0, msg=name)
-        print(f"\n{which} on {len(spread)} ranks: {worst:.1e}")
-        assert worst <= BOUNDS.get(which, 0.0)
+        print(f"\n{which} on {len(views)} ranks: {worst:.1e}")
+        assert worst <= (BOUNDS | ROWS if divided else BOUNDS).get(which, LAST_BIT if divided else 0.0)
 
 
 @pytest.fixture(scope="module")

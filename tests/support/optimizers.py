@@ -21,8 +21,14 @@ SHAPES = {
     "thin": (1, 6400),
     "norm": (96,),
     "bias": (3,),
+    "even": (64, 512),  # whole blocks on each of two ranks, where columns are divided
+    "slim": (1536, 7),  # columns that do not divide
+    "experts": (4, 40, 64),
+    "few": (2, 6, 1104),  # experts that ZeRO can divide within alone, in the middle of a block
 }
-MATRICES = ("wide", "tall", "odd", "stack")
+# What tensor parallelism divides, by the dim; the rest is whole on every rank.
+DIVIDED = {"embed": 0, "wide": 1, "tall": 0, "odd": 1, "stack": 0, "thin": 1, "bias": 0, "even": 1, "slim": 1}
+EXPERTS = ("experts", "few")
 OPTIMIZERS = {
     "adamw": {},
     "adamw-bf16": {"optimizer": "adamw", "optimizer_state": "bf16"},
@@ -45,12 +51,36 @@ class Bag(nn.Module):
         super().__init__()
         generator = torch.Generator().manual_seed(0)
         self.token = nn.Embedding(*SHAPES["embed"])
+        self.layer = nn.Module()
         for name, shape in SHAPES.items():
             value = nn.Parameter(torch.randn(shape, generator=generator) * 0.1)
             if name == "embed":
                 self.token.weight = value
             else:
-                self.register_parameter(name, value)
+                (self.layer if name in EXPERTS else self).register_parameter(name, value)
+
+    def shard_as(self, mesh: str) -> None:
+        """Divides every parameter over 4 ranks as the assembly does: "tensor 2", "tensor 4", or "expert 2"."""
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        from shardwise.parallel.expert.apply import ExpertParallel
+
+        axis, size = mesh.split()
+        root = init_device_mesh("cpu", (4 // int(size), int(size)), mesh_dim_names=("shard", axis))
+        for module, key in ((m, n) for m in self.modules() for n, _ in list(m.named_parameters(recurse=False))):
+            name = "embed" if module is self.token else key
+            place: Any = Replicate() if name not in DIVIDED else Shard(DIVIDED[name])
+            if axis == "expert" and name not in EXPERTS:
+                continue
+            value = distribute_tensor(getattr(module, key).detach(), root[axis], [Shard(0) if axis == "expert" else place])
+            setattr(module, key, nn.Parameter(value))
+        if axis == "expert":
+            place = ExpertParallel({}, root[axis], None).placement(root["shard"])  # type: ignore[arg-type]
+            fully_shard(self.layer, mesh=root["shard"], shard_placement_fn=place)
+            fully_shard(self, mesh=init_device_mesh("cpu", (4,), mesh_dim_names=("shard",)))
+        else:
+            fully_shard(self, mesh=root["shard"])
 
     def shard(self, mesh: Any) -> None:
         """Divides every parameter as fully_shard does."""
@@ -78,10 +108,20 @@ def steps(model: Bag, optimizer: torch.optim.Optimizer, first: int, last: int) -
             grad = torch.randn(parameter.shape, generator=generator) * size**4
             if parameter.shape[0] > 8:
                 grad[5] = 0
-            if isinstance(parameter, DTensor):
-                grad = distribute_tensor(grad, parameter.device_mesh, parameter.placements)
-            parameter.grad = grad
+            parameter.grad = _like(parameter, grad)
         optimizer.step()
+
+
+def _like(parameter: torch.Tensor, full: torch.Tensor) -> torch.Tensor:
+    """A full tensor, divided as the parameter is."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    if not isinstance(parameter, DTensor):
+        return full
+    sizes, starts = compute_local_shape_and_global_offset(full.shape, parameter.device_mesh, parameter.placements)
+    part = torch.zeros_like(parameter.detach())
+    part._local_tensor.copy_(full[tuple(slice(a, a + n) for a, n in zip(starts, sizes, strict=True))])
+    return part
 
 
 def whole(tensor: Any) -> torch.Tensor:
@@ -123,6 +163,18 @@ def sharded(names: list[str], count: int, replicas: int = 1) -> dict[str, dict[s
     for which in names:
         model = Bag()
         model.shard(mesh)
+        optimizer = make(which, model)
+        steps(model, optimizer, 0, count)
+        results[which] = snapshot(model, optimizer)
+    return results
+
+
+def on_axes(names: list[str], count: int, mesh: str) -> dict[str, dict[str, torch.Tensor]]:
+    """`count` steps of each optimizer over 4 ranks with tensor or expert parallelism."""
+    results = {}
+    for which in names:
+        model = Bag()
+        model.shard_as(mesh)
         optimizer = make(which, model)
         steps(model, optimizer, 0, count)
         results[which] = snapshot(model, optimizer)

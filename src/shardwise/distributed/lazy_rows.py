@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.planner import ReadItem
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement
 
 from shardwise.core.compat.torch_private import DTensorSpec, TensorMeta
 from shardwise.core.errors import UserError
@@ -22,11 +22,14 @@ from shardwise.core.errors import UserError
 
 @dataclass(frozen=True)
 class LazyShardedTensor:
-    """A sharded tensor by its rows: `parts` returns this rank's, in order; `write` stores rows from an offset on."""
+    """A sharded tensor by its rows: `parts` returns this rank's, in order; `write` stores rows from an offset on.
+
+    `write` takes some of their columns too, from a second offset on.
+    """
 
     outline: torch.Tensor
     parts: Callable[[], Iterable[torch.Tensor]]
-    write: Callable[[int, torch.Tensor], None]
+    write: Callable[..., None]
     device: torch.device | None = None  # where all parts lie, if that is the device that trains: nothing was offloaded
 
     def read(self) -> torch.Tensor:
@@ -35,14 +38,21 @@ class LazyShardedTensor:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def outline(like: torch.Tensor, shape: tuple[int, ...], local: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """A tensor of this shape, sharded like another one, that takes no memory."""
+def outline(
+    like: torch.Tensor,
+    shape: tuple[int, ...],
+    local: tuple[int, ...],
+    dtype: torch.dtype,
+    placements: tuple[Placement, ...] | None = None,
+) -> torch.Tensor:
+    """A tensor of this shape, sharded like another one or by `placements`, that takes no memory."""
     empty = torch.empty((), dtype=dtype).expand(local)
     if not isinstance(like, DTensor):
         return empty
     full = torch.empty((), device="meta", dtype=dtype).expand(shape)
     stride = torch.empty(shape, device="meta").stride()
-    spec = DTensorSpec(like.device_mesh, like.placements, tensor_meta=TensorMeta(full.shape, stride, dtype))
+    meta = TensorMeta(full.shape, stride, dtype)
+    spec = DTensorSpec(like.device_mesh, placements or like.placements, tensor_meta=meta)
     # Not from_local: it would move the outline to the mesh's device.
     return DTensor(empty, spec, requires_grad=False)
 
@@ -75,4 +85,5 @@ class LoadRows(DefaultLoadPlanner):
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
         """Stores an item that was read."""
         if (rows := self._rows.get(read_item.dest_index.fqn)) is not None:
-            rows.write(read_item.dest_offsets[0] if len(read_item.dest_offsets) else 0, tensor)
+            row, column = (*read_item.dest_offsets, 0, 0)[:2]
+            rows.write(row, tensor, column)

@@ -3,25 +3,25 @@
 The rule of torch.optim.Adafactor without scaling by the parameter's size, so that `learning_rate` means the same as for
 AdamW: decay 1 - step^-0.8, updates clipped to a root mean square of 1, no first moment.
 
-A matrix is sharded by rows: sums over a row are local, sums over a column and over the full matrix are not. Each step
-reduces two buffers over the shard group: the column sums of all matrices, then the size of all updates.
+Sums over a dim that is sharded, and over the full matrix, span ranks. Each step reduces two buffers over the groups
+that shard the parameters: the sums of rows and columns of all matrices, then the size of all updates.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.core.effective_device import count_of
 from shardwise.optim.codecs import columns
 from shardwise.optim.grouped import evaluated
 from shardwise.optim.norms import norm_of
-from shardwise.optim.shards import division_of, local_grad, local_of, new_step, zeros_beside
+from shardwise.optim.shards import Cut, cuts_of, local_grad, local_of, local_range, new_step, summed, zeros_beside
 
 DECAY = -0.8
 CLIP = 1.0
@@ -40,13 +40,22 @@ class FactoredWork:
 
     @property
     def grad(self) -> Tensor:
-        """This rank's rows of the gradient."""
+        """This rank's part of the gradient."""
         return local_grad(self.parameter)
 
     @property
     def is_matrix(self) -> bool:
-        """Whether column sums span ranks; each matrix of a stack is full on one rank."""
+        """Whether it is one matrix, not a vector or a stack of matrices."""
         return self.parameter.ndim == 2
+
+    @cached_property
+    def cuts(self) -> tuple[Cut, ...]:
+        """How it is sharded."""
+        return cuts_of(self.parameter)
+
+    def cuts_along(self, *dims: int) -> list[Cut]:
+        """Those that shard one of the dims, over whose ranks a sum along them has to be completed."""
+        return [cut for cut in self.cuts if cut.dim in dims]
 
 
 class Adafactor(torch.optim.Optimizer):
@@ -61,14 +70,9 @@ class Adafactor(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Takes one step on every parameter that has a gradient; collective over the shard group."""
+        """Takes one step on every parameter that has a gradient; collective over the groups that shard them."""
         loss = evaluated(closure)
-        work = [self._begin(p, g) for g in self.param_groups for p in g["params"] if p.grad is not None]
-        by_group: dict[Any, list[FactoredWork]] = {}
-        for entry in work:
-            by_group.setdefault(division_of(entry.parameter).group, []).append(entry)
-        for group, members in by_group.items():
-            _step(members, group)
+        _step([self._begin(p, g) for g in self.param_groups for p in g["params"] if p.grad is not None])
         return loss
 
     def _begin(self, parameter: Tensor, group: dict[str, Any]) -> FactoredWork:
@@ -83,42 +87,62 @@ class Adafactor(torch.optim.Optimizer):
                 if len(shape) == 2:
                     state["column"] = torch.zeros(shape[-1], device=local_of(parameter).device)
                 else:
-                    state["column"] = zeros_beside(parameter, (*shape[:-2], shape[-1]))
+                    outer = tuple(range(len(shape) - 2))
+                    state["column"] = zeros_beside(parameter, (*shape[:-2], shape[-1]), dims=(*outer, len(shape) - 1))
         state["step"] += 1
         return FactoredWork(parameter, group, state, count_of(state["step"]) ** DECAY)
 
 
-def _step(work: Sequence[FactoredWork], group: dist.ProcessGroup | None) -> None:
-    matrices = [entry for entry in work if entry.is_matrix]
-    local_sums = [torch.linalg.vector_norm(entry.grad, dim=0).square_() for entry in matrices]
-    for entry, column in zip(matrices, _summed(local_sums, group), strict=True):
-        entry.state["column"].lerp_(column / entry.parameter.shape[0], entry.rate)
+def _step(work: Sequence[FactoredWork]) -> None:
+    _advance([entry for entry in work if entry.parameter.ndim >= 2])
     for entry in work:
         entry.factors = _factors(entry)
-    squares = _summed([_size(entry) for entry in work], group)
+    squares = summed([_size(entry) for entry in work], [entry.cuts for entry in work])
     for entry, square in zip(work, squares, strict=True):
         _apply(entry, square)
 
 
+def _advance(matrices: Sequence[FactoredWork]) -> None:
+    """Advances the means of squares by row and by column."""
+    parts: list[Tensor] = []
+    cuts: list[Sequence[Cut]] = []
+    for entry in matrices:
+        last = entry.parameter.ndim - 1
+        parts.append(torch.linalg.vector_norm(entry.grad, dim=-1).square_())
+        cuts.append(entry.cuts_along(last))
+        columns_sum = torch.linalg.vector_norm(entry.grad, dim=-2).square_()
+        if entry.is_matrix:  # full on every rank
+            start, stop = local_range(entry.parameter, 1)
+            full = columns_sum.new_zeros(entry.parameter.shape[1])
+            full[start:stop] = columns_sum
+            columns_sum = full
+        parts.append(columns_sum)
+        cuts.append(entry.cuts if entry.is_matrix else entry.cuts_along(last - 1))
+    sums = iter(summed(parts, cuts))
+    for entry in matrices:
+        height, width = entry.parameter.shape[-2:]
+        local_of(entry.state["row"]).lerp_(next(sums) / width, entry.rate)
+        local_of(entry.state["column"]).lerp_(next(sums) / height, entry.rate)
+
+
 def _factors(work: FactoredWork) -> tuple[Tensor, ...]:
-    """Advances the local moments; returns inverse roots by row and column (or element) that scale the gradient."""
-    grad = work.grad
+    """Inverse roots by row and column that scale the gradient; of a vector by element, after advancing its moment."""
     state = work.state
     eps = work.group["eps"]
-    if grad.ndim < 2:
+    if work.parameter.ndim < 2:
         variance = local_of(state["variance"])
-        variance.lerp_(grad.square(), work.rate)
+        variance.lerp_(work.grad.square(), work.rate)
         return (variance.clamp(min=eps * eps).rsqrt_(),)
     row = local_of(state["row"])
     column = local_of(state["column"])
-    row.lerp_(torch.linalg.vector_norm(grad, dim=-1).square_().div_(grad.size(-1)), work.rate)
-    if not work.is_matrix:
-        column.lerp_(torch.linalg.vector_norm(grad, dim=-2).square_().div_(grad.size(-2)), work.rate)
     # The mean over rows equals the mean over columns, and every rank has all columns. Row means are clamped at eps², as
     # second moments are; the column factor is relative to the mean, and 0 only if the column never had a gradient.
     mean = column.mean(-1, keepdim=True).clamp_(min=1e-38)
     by_row = row.clamp(min=eps * eps).rsqrt_().unsqueeze(-1)
     by_column = (column / mean).clamp_(min=1e-12).rsqrt_().unsqueeze(-2)
+    if work.is_matrix:
+        start, stop = local_range(work.parameter, 1)
+        by_column = by_column[:, start:stop]
     return by_row, by_column
 
 
@@ -151,13 +175,3 @@ def _apply(work: FactoredWork, square: Tensor) -> None:
     parameter.mul_(1 - group["lr"] * group["weight_decay"])
     for rows_slice, update in _updates(work):
         parameter[rows_slice].add_(update.mul_(factor))
-
-
-def _summed(parts: list[Tensor], group: dist.ProcessGroup | None) -> list[Tensor]:
-    """Each tensor summed over the group, in one all-reduce."""
-    if group is None or not parts:
-        return parts
-    flat = torch.cat([p.reshape(-1) for p in parts])
-    dist.all_reduce(flat, group=group)
-    pieces = flat.split([p.numel() for p in parts])
-    return [piece.view(part.shape) for piece, part in zip(pieces, parts, strict=True)]

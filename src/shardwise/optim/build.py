@@ -6,6 +6,7 @@ Bytes of state per parameter: adamw 8 (bf16 4), adamw8bit 2.1, adamw4bit 1.1, ad
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,12 +14,14 @@ import torch
 from torch import nn
 
 from shardwise.config.schema import Train
+from shardwise.core.errors import UserError
 from shardwise.optim.adafactor import Adafactor
 from shardwise.optim.adam_mini import AdamMini
-from shardwise.optim.codecs import Kind
-from shardwise.optim.elementwise import Elementwise
+from shardwise.optim.codecs import FP32, Kind, SharedBlocks, codec_of
+from shardwise.optim.elementwise import Elementwise, codec_beside, columns_each
 from shardwise.optim.muon import Muon, inner_matrices
 from shardwise.optim.rules import rule_of
+from shardwise.optim.shards import column_cut, divides
 
 
 def decay_groups(
@@ -71,8 +74,34 @@ def build_optimizer(parameters: Mapping[str, nn.Parameter], train: Train, model:
     kind = state_kind(train)
     if train.optimizer == "adamw" and kind == "fp32":
         return torch.optim.AdamW(groups, lr=rate, betas=betas, eps=eps, fused=True)
+    check_codes(parameters, kind, train.optimizer)
     rule = rule_of(train.optimizer, betas)
-    return Elementwise(groups, rule, kind, lr=rate, betas=betas, eps=eps, seed=train.seed)
+    optimizer = Elementwise(groups, rule, kind, lr=rate, betas=betas, eps=eps, seed=train.seed)
+    optimizer.numbers = {p: zlib.crc32(name.encode()) for name, p in parameters.items()}
+    return optimizer
+
+
+def check_codes(parameters: Mapping[str, nn.Parameter], kind: Kind, name: str) -> None:
+    """Rejects 4-bit states of parameters whose columns are sharded in the middle of a byte."""
+    for parameter_name, parameter in parameters.items():
+        coded = codec_of(kind, "exp_avg", parameter.shape) is not FP32
+        if kind == "4bit" and coded and column_cut(parameter) is not None and columns_each(parameter) % 2:
+            problem = f"a byte holds the states of two columns, and each rank has {columns_each(parameter)} columns "
+            problem += f"of {parameter_name}"
+            raise UserError("train.optimizer", name, problem, "use optimizer: adamw8bit")
+
+
+def check_pieces(parameters: Mapping[str, nn.Parameter], kind: Kind, name: str) -> None:
+    """Rejects blocks that ranks share where they would not update the same pieces in the same order."""
+    codecs = {key: codec_beside(parameter, kind, "exp_avg") for key, parameter in parameters.items()}
+    shared = next((key for key, codec in codecs.items() if isinstance(codec, SharedBlocks)), None)
+    uneven = next((key for key, parameter in parameters.items() if not divides(parameter)), None)
+    if shared is None or uneven is None:
+        return
+    problem = f"ranks share blocks of {shared}'s states and have to update the same pieces, but {uneven} does not "
+    problem += "divide evenly"
+    remedy = "use optimizer: adamw, or advanced.master_weights: fp32 and offload.optimizer: none"
+    raise UserError("train.optimizer", name, problem, remedy)
 
 
 def state_bytes(train: Train) -> float:

@@ -3,7 +3,8 @@
 [Note: coded states] A tensor is seen as [rows, cols], rows being its first dim, and each row is cut into blocks of 128
 that share an fp32 scale (the block's largest magnitude). No block crosses a row, and every part has as many rows as the
 tensor, so parts shard over ranks exactly as the parameter does and a checkpoint moves to any number of ranks bit for
-bit. Within a block, x = value / scale lies in [-1, 1] and is stored as a small float, made from the bits of the fp32
+bit. Where columns are sharded (tensor parallelism) in the middle of a block, its ranks agree on its scale
+(`SharedBlocks`), so that this holds for any mesh. Within a block, x = value / scale lies in [-1, 1] and is stored as a small float, made from the bits of the fp32
 number: all but the leading bits of its mantissa are shifted away. No lookup table is needed.
 
   first moment   sign and magnitude of x + c, minus the code of c: zero is exact, levels near zero are linear, and
@@ -29,6 +30,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -62,8 +64,11 @@ class Codec(Protocol):
         """Returns the values as a new fp32 tensor of this shape (for "fp32", the part itself)."""
         ...
 
-    def encode(self, value: Tensor, parts: Parts, seed: int, offset: int = 0) -> None:
-        """Writes the values into the parts; `offset` is the index of the first element in the full parameter."""
+    def encode(self, value: Tensor, parts: Parts, seed: int, offset: int = 0, stride: int | None = None) -> None:
+        """Writes the values into the parts.
+
+        `offset` is the index of the first element in the full parameter, `stride` the distance of rows there.
+        """
         ...
 
     def window(self, parts: Parts, top: int, bottom: int, left: int, right: int) -> Parts:
@@ -81,10 +86,17 @@ def _cut(part: Tensor, columns_per_entry: int, top: int, bottom: int, left: int,
     return part[top:bottom, left // columns_per_entry : -(-right // columns_per_entry)]
 
 
-def noise(like: Tensor, seed: int, offset: int) -> Tensor:
-    """Returns a uniformly random int32 for each element of `like`, from its index and the seed alone."""
+def noise(like: Tensor, seed: int, offset: int, stride: int | None = None) -> Tensor:
+    """Returns a uniformly random int32 for each element of `like`, from its index and the seed alone.
+
+    `stride`: the distance of rows in the full parameter, if it is not their length.
+    """
     x = torch.arange(like.numel(), dtype=torch.int32, device=like.device).view(like.shape)
     # Multiplication wraps; >> on a signed type drags the sign along, hence the masks.
+    if stride is not None and stride != columns(like.shape):
+        rows = torch.arange(like.shape[0], dtype=torch.int32, device=like.device)
+        skipped = rows.mul_(wrapped(stride - columns(like.shape)))
+        x.add_(skipped.view(-1, *[1] * (like.ndim - 1)))
     x = x.add_(wrapped(offset)).mul_(wrapped(0x9E3779B1)).add_(wrapped(seed))
     x ^= torch.bitwise_right_shift(x, 16).bitwise_and_(0xFFFF)
     x.mul_(wrapped(0x85EBCA6B))
@@ -117,7 +129,7 @@ class Fp32:
     def decode(self, parts: Parts, shape: Sequence[int]) -> Tensor:
         return parts[""]
 
-    def encode(self, value: Tensor, parts: Parts, seed: int, offset: int = 0) -> None:
+    def encode(self, value: Tensor, parts: Parts, seed: int, offset: int = 0, stride: int | None = None) -> None:
         if value is not parts[""]:
             parts[""].copy_(value)
 
@@ -134,8 +146,8 @@ class Bf16:
     def decode(self, parts: Parts, shape: Sequence[int]) -> Tensor:
         return parts[""].float()
 
-    def encode(self, value: Tensor, parts: Parts, seed: int, offset: int = 0) -> None:
-        random = noise(value, seed, offset).bitwise_right_shift_(16).bitwise_and_(0xFFFF)
+    def encode(self, value: Tensor, parts: Parts, seed: int, offset: int = 0, stride: int | None = None) -> None:
+        random = noise(value, seed, offset, stride).bitwise_right_shift_(16).bitwise_and_(0xFFFF)
         bits = value.view(torch.int32).add(random).bitwise_and_(-0x10000)
         parts[""].copy_(bits.view(torch.float32))
 
@@ -187,32 +199,46 @@ class Blockwise:
         return {"codes": (codes, dtype), "scales": ((rows, -(-cols // self.block)), torch.float32)}
 
     def decode(self, parts: Parts, shape: Sequence[int]) -> Tensor:
+        return self.values(parts["codes"], parts["scales"], shape)
+
+    def values(self, codes: Tensor, scales: Tensor, shape: Sequence[int], lead: int = 0) -> Tensor:
+        """Decodes; the first `lead` columns of each row's first block are not among the codes."""
         rows = shape[0]
         cols = columns(shape)
-        codes = self._unpacked(parts["codes"], rows, cols)
+        codes = self._unpacked(codes, rows, cols)
         if self.signed:
             signs = codes.bitwise_and(SIGN)
             codes = codes.abs_()
         value = codes.add_(self.least).bitwise_left_shift_(self.shift).view(torch.float32)
         if self.signed:
             value.sub_(self.floor).view(torch.int32).bitwise_or_(signs)
-        blocks = self._blocks(value)
-        blocks.mul_(parts["scales"][..., None])
-        return self._joined(blocks, rows, cols).view(tuple(shape))
+        blocks = self._blocks(value, lead)
+        blocks.mul_(scales[..., None])
+        return self._joined(blocks, rows, cols, lead).view(tuple(shape))
 
-    def encode(self, value: Tensor, parts: Parts, seed: int, offset: int = 0) -> None:
+    def encode(self, value: Tensor, parts: Parts, seed: int, offset: int = 0, stride: int | None = None) -> None:
+        parts["scales"].copy_(self.scales(value))
+        self.quantize(value, parts["scales"], parts["codes"], seed, offset, stride)
+
+    def scales(self, value: Tensor, lead: int = 0) -> Tensor:
+        """The scales of the blocks; see `values` for `lead`."""
+        blocks = self._blocks(value.reshape(value.shape[0], columns(value.shape)), lead)
+        magnitudes = blocks.abs() if self.signed else blocks
+        return magnitudes.amax(-1).div_(self.peak)
+
+    def quantize(
+        self, value: Tensor, scales: Tensor, into: Tensor, seed: int, offset: int, stride: int | None, lead: int = 0
+    ) -> None:
+        """Writes the codes of values whose blocks have these scales; see `values` for `lead`."""
         rows = value.shape[0]
         cols = columns(value.shape)
-        blocks = self._blocks(value.reshape(rows, cols))
-        magnitudes = blocks.abs() if self.signed else blocks
-        scales = magnitudes.amax(-1).div_(self.peak)
-        parts["scales"].copy_(scales)
+        blocks = self._blocks(value.reshape(rows, cols), lead)
         x = blocks / scales.masked_fill(scales == 0, 1.0)[..., None]
-        x = self._joined(x, rows, cols)
+        x = self._joined(x, rows, cols, lead)
         size = x.abs().add_(self.floor) if self.signed else x.clamp_min(self.floor)
         bits = size.view(torch.int32)
         if self.stochastic:
-            random = noise(bits, seed, offset).bitwise_right_shift_(32 - self.shift)
+            random = noise(bits, seed, offset, stride).bitwise_right_shift_(32 - self.shift)
             bits.add_(random.bitwise_and_((1 << self.shift) - 1))
         else:
             bits.add_(1 << (self.shift - 1))
@@ -220,23 +246,23 @@ class Blockwise:
         if self.signed:
             sign_mask = x.view(torch.int32).bitwise_right_shift_(31)  # -1 where negative, else 0
             codes = codes.bitwise_xor_(sign_mask).sub_(sign_mask)
-        self._pack(codes, parts["codes"])
+        self._pack(codes, into)
 
     def window(self, parts: Parts, top: int, bottom: int, left: int, right: int) -> Parts:
         assert left % self.block == 0
         per = {"codes": 8 // self.bits, "scales": self.block}
         return {name: _cut(part, per[name], top, bottom, left, right) for name, part in parts.items()}
 
-    def _blocks(self, value: Tensor) -> Tensor:
-        """[rows, cols] as [rows, blocks, block]; padded where a row does not divide."""
+    def _blocks(self, value: Tensor, lead: int = 0) -> Tensor:
+        """[rows, cols] as [rows, blocks, block]; padded where a row does not divide, and by `lead` columns before."""
         rows, cols = value.shape
-        block = min(self.block, max(cols, 1))
-        if cols % block:
-            value = F.pad(value, (0, block - cols % block))
+        block = self.block if lead else min(self.block, max(cols, 1))
+        if lead or cols % block:
+            value = F.pad(value, (lead, -(lead + cols) % block))
         return value.view(rows, -1, block)
 
-    def _joined(self, blocks: Tensor, rows: int, cols: int) -> Tensor:
-        return blocks.view(rows, -1)[:, :cols].contiguous()
+    def _joined(self, blocks: Tensor, rows: int, cols: int, lead: int = 0) -> Tensor:
+        return blocks.view(rows, -1)[:, lead : lead + cols].contiguous()
 
     def _unpacked(self, codes: Tensor, rows: int, cols: int) -> Tensor:
         """int32 codes, [rows, cols]."""
@@ -256,6 +282,47 @@ class Blockwise:
         low = codes[:, 0::2] & 15
         high = codes[:, 1::2] & 15
         into.copy_(low | (high << 4))
+
+
+@dataclass(frozen=True)
+class SharedBlocks:
+    """A blockwise codec for columns that begin or end within a block: its ranks agree on the scale, collectively.
+
+    `left` is this rank's first column of `width`; "scales" holds those of all columns, on every rank.
+    """
+
+    codec: Blockwise
+    left: int
+    width: int
+    group: dist.ProcessGroup
+
+    def shapes(self, shape: Sequence[int]) -> Layout:
+        scales = (shape[0], -(-self.width // self.codec.block)), torch.float32
+        return self.codec.shapes(shape) | {"scales": scales}
+
+    def decode(self, parts: Parts, shape: Sequence[int]) -> Tensor:
+        scales = self._own(parts["scales"], columns(shape))
+        return self.codec.values(parts["codes"], scales, shape, self._lead)
+
+    def encode(self, value: Tensor, parts: Parts, seed: int, offset: int = 0, stride: int | None = None) -> None:
+        scales = torch.zeros_like(parts["scales"])
+        own = self._own(scales, columns(value.shape))
+        own.copy_(self.codec.scales(value, self._lead))
+        dist.all_reduce(scales, op=dist.ReduceOp.MAX, group=self.group)
+        parts["scales"].copy_(scales)
+        self.codec.quantize(value, own, parts["codes"], seed, offset, stride, self._lead)
+
+    def window(self, parts: Parts, top: int, bottom: int, left: int, right: int) -> Parts:
+        return {name: part[top:bottom] for name, part in parts.items()}  # rows are not cut
+
+    @property
+    def _lead(self) -> int:
+        return self.left % self.codec.block
+
+    def _own(self, scales: Tensor, cols: int) -> Tensor:
+        """The scales of the blocks that this rank has columns of."""
+        block = self.codec.block
+        return scales[:, self.left // block : -(-(self.left + cols) // block)]
 
 
 FP32 = Fp32()

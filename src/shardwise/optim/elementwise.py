@@ -1,5 +1,6 @@
-"""Any elementwise update rule with its states stored by any codec, over sharded parameters, without communication.
+"""Any elementwise update rule with its states stored by any codec, over sharded parameters.
 
+Nothing is communicated, but scales of coded states whose block lies on several ranks (see [Note: coded states]).
 States are decoded, updated and encoded a bounded piece at a time. What a step does to an element depends neither on the
 number of ranks nor on the size of the pieces (see [Note: coded states]), down to the last bit; only fused AdamW on a
 CPU may differ there, where it treats the last few elements of a tensor separately.
@@ -15,10 +16,30 @@ import torch
 from torch import Tensor
 
 from shardwise.core.effective_device import count_of, effective_device, stands_in
-from shardwise.optim.codecs import BLOCK, FP32, Blockwise, Kind, StoredState, codec_of, mix, part_name
+from shardwise.optim.codecs import (
+    BLOCK,
+    FP32,
+    Blockwise,
+    Codec,
+    Kind,
+    SharedBlocks,
+    StoredState,
+    codec_of,
+    columns,
+    mix,
+    part_name,
+)
 from shardwise.optim.grouped import Grouped
 from shardwise.optim.rules import AdamW, Hyper, UpdateRule
-from shardwise.optim.shards import first_row, local_grad, local_of, new_step, zeros_beside
+from shardwise.optim.shards import (
+    column_cut,
+    first_column,
+    first_row,
+    local_grad,
+    local_of,
+    new_step,
+    zeros_beside,
+)
 
 # Elements at a time, by device: enough to keep a GPU busy, at about 40 bytes of temporary memory each; a CPU's cache.
 PIECE = {"cuda": 1 << 23, "cpu": 1 << 20}
@@ -26,12 +47,16 @@ PIECE = {"cuda": 1 << 23, "cpu": 1 << 20}
 
 @dataclass
 class ParameterPiece:
-    """Some rows of a parameter with gradient and states; `offset` is the index of its first element in the full one."""
+    """Some rows of a parameter with gradient and states.
+
+    `offset` is the index of its first element in the full one, `stride` the distance of rows there.
+    """
 
     param: Tensor
     grad: Tensor
     states: dict[str, StoredState]
     offset: int
+    stride: int
 
 
 class Elementwise(Grouped):
@@ -56,7 +81,7 @@ class Elementwise(Grouped):
         self.kind = kind
         self.seed = seed
         self.piece: int | None = None  # elements at a time; None: by device
-        self._numbers: dict[Tensor, int] = {}
+        self.numbers: dict[Tensor, int] = {}  # of the parameters, for the seeds: the same on every mesh
 
     @torch.no_grad()
     def update(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
@@ -87,9 +112,10 @@ class Elementwise(Grouped):
             assert parameter.dtype is torch.float32, "the rules compute in fp32, on fp32 masters"
             state["step"] = new_step()
             for name in self.rule.states:
-                codec = codec_of(self.kind, name, parameter.shape)
+                codec = codec_beside(parameter, self.kind, name)
                 for part, (shape, dtype) in codec.shapes(parameter.shape).items():
-                    state[part_name(name, part)] = zeros_beside(parameter, shape, dtype)
+                    dims = (0, -1) if part == "scales" and isinstance(codec, SharedBlocks) else None
+                    state[part_name(name, part)] = zeros_beside(parameter, shape, dtype, dims)
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -117,7 +143,7 @@ class Elementwise(Grouped):
         self.rule([piece.param for piece in plain], [piece.grad for piece in plain], values, hyper)
         for index, piece in enumerate(plain):
             for name, stored in piece.states.items():
-                stored.codec.encode(values[name][index], stored.parts, stored.seed, piece.offset)
+                stored.codec.encode(values[name][index], stored.parts, stored.seed, piece.offset, piece.stride)
 
     def _fits_kernel(self, piece: ParameterPiece) -> bool:
         """Whether the fused kernel can update the piece: AdamW on coded states on a GPU."""
@@ -136,14 +162,14 @@ class Elementwise(Grouped):
         from shardwise.optim.kernels import coded_adamw as fused  # imports Triton
 
         first, second = (piece.states[name] for name in self.rule.states)
-        fused.adamw(piece.param, piece.grad, first, second, piece.offset, hyper)
+        fused.adamw(piece.param, piece.grad, first, second, piece.offset, hyper, stride=piece.stride)
 
     def _number(self, parameter: Tensor) -> int:
-        """A parameter's index among all; counted anew if groups were added."""
-        if parameter not in self._numbers:
+        """A parameter's number; its index among all if it was given none."""
+        if parameter not in self.numbers:
             parameters = [p for group in self.param_groups for p in group["params"]]
-            self._numbers = {p: number for number, p in enumerate(parameters)}
-        return self._numbers[parameter]
+            self.numbers = {p: number for number, p in enumerate(parameters)} | self.numbers
+        return self.numbers[parameter]
 
     def _pieces(self, parameter: Tensor, step: int, limit: int) -> Iterator[ParameterPiece]:
         """The local shard, full rows at a time; a row longer than the limit is cut between blocks."""
@@ -156,8 +182,12 @@ class Elementwise(Grouped):
         grad = local_grad(parameter).reshape(rows, cols)
         stored = self._stored(parameter, step, rows)
         first = first_row(parameter)
-        height = max(1, limit // cols)
-        width = cols if cols <= limit else max(1, limit // BLOCK) * BLOCK
+        left_column = first_column(parameter)
+        stride = columns(parameter.shape)
+        # Where ranks agree on scales, all of them cut the same pieces.
+        shared = any(isinstance(state.codec, SharedBlocks) for state in stored.values())
+        height = max(1, limit // (stride if shared else cols))
+        width = cols if shared or cols <= limit else max(1, limit // BLOCK) * BLOCK
         for top in range(0, rows, height):
             for left in range(0, cols, width):
                 bottom = min(top + height, rows)
@@ -166,8 +196,10 @@ class Elementwise(Grouped):
                 for name, state in stored.items():
                     parts = state.codec.window(state.parts, top, bottom, left, right)
                     window[name] = StoredState(state.codec, parts, state.seed)
-                offset = (first + top) * cols + left
-                yield ParameterPiece(param[top:bottom, left:right], grad[top:bottom, left:right], window, offset)
+                offset = (first + top) * stride + left_column + left
+                yield ParameterPiece(
+                    param[top:bottom, left:right], grad[top:bottom, left:right], window, offset, stride
+                )
 
     def _stored(self, parameter: Tensor, step: int, rows: int) -> dict[str, StoredState]:
         """The local parts of a parameter's states, in rows, with the seeds of this step."""
@@ -175,9 +207,29 @@ class Elementwise(Grouped):
         number = self._number(parameter)
         stored = {}
         for index, name in enumerate(self.rule.states):
-            codec = codec_of(self.kind, name, parameter.shape)
+            codec = codec_beside(parameter, self.kind, name)
             parts = {}
             for part in [""] if codec is FP32 else codec.shapes(parameter.shape):
                 parts[part] = local_of(state[part_name(name, part)]).view(rows, -1)
             stored[name] = StoredState(codec, parts, mix(self.seed, step, number, index))
         return stored
+
+
+def codec_beside(parameter: Tensor, kind: Kind, state: str) -> Codec:
+    """Returns the codec of a state of this rank's part of a parameter."""
+    codec = codec_of(kind, state, parameter.shape)
+    cut = column_cut(parameter)
+    if cut is None or not isinstance(codec, Blockwise):
+        return codec
+    if columns_each(parameter) % BLOCK == 0:
+        return codec
+    assert (cut.size - 1) * cut.span(parameter.shape[1], 0)[1] < parameter.shape[1], "a rank has no columns"
+    return SharedBlocks(codec, first_column(parameter), columns(parameter.shape), cut.group)
+
+
+def columns_each(parameter: Tensor) -> int:
+    """Returns the columns of a rank, seen as [rows, cols]; the last ranks may have fewer."""
+    cut = column_cut(parameter)
+    if cut is None:
+        return columns(parameter.shape)
+    return cut.span(parameter.shape[1], 0)[1] * parameter.shape[2:].numel()

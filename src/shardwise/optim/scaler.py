@@ -30,7 +30,9 @@ class LossScaler(OpenGradScaler):
         self._exhausted: torch.Tensor | None = None
 
     def agree(self, optimizer: torch.optim.Optimizer) -> None:
-        """Shares overflows with all ranks, which may have different parameters; call it after `unscale_`."""
+        """Shares overflows with all ranks, which have different parts of parameters; call it after `unscale_`."""
+        if not (dist.is_initialized() and dist.get_world_size() > 1):
+            return
         for overflow in self.overflows_of(optimizer):
             dist.all_reduce(overflow, op=dist.ReduceOp.MAX)
 

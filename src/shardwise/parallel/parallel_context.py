@@ -45,14 +45,18 @@ class ParallelContext:
     loads: ExpertLoads | None = None
     routing: Routing | None = None
     tiny: Any = None  # a tiny unsharded model of the class, whose structure can be examined
+    _sharded: ShardedModel | None = None
 
     def take(self, sharded: ShardedModel) -> None:
         """Sets how many ranks hold each part of a parameter, so that norms count it once."""
         shared = self.stages.shared if self.stages is not None else {}
+        late = self.stages.complete_late if self.stages is not None else ()
         sharded.replication_factors = {}
         for name, parameter in sharded.parameters.items():
             stages = len(shared.get(name, (0,)))
-            sharded.replication_factors[name] = _copies(parameter) * stages
+            sharded.replication_factors[parameter] = _copies(parameter) * stages
+        sharded.complete_late = frozenset(p for n, p in sharded.parameters.items() if n in late)
+        self._sharded = sharded
 
     @property
     def router_losses(self) -> RouterLosses | None:
@@ -151,18 +155,27 @@ class ParallelContext:
         objective: Objective,
         batches: list[Any],
         to_backward: Callable[[Loss], torch.Tensor],
-        prepare: Callable[[bool], None],
+        prepare: Callable[[bool, bool], None],
     ) -> list[Loss]:
         """Forward and backward of all micro-batches through the pipeline.
 
         `prepare` is that of ShardedModel.
         """
         assert self.pipeline is not None and self.stages is not None
+        running = set(self.stages.chunks)
+        splits = self.pipeline.schedule.splits
+
+        def before_backward(chunk: int, last: bool) -> None:
+            if last:
+                running.discard(chunk)
+            prepare(last, splits or not running)
+
         with self.active():
             losses: list[Loss] = self.pipeline.step(
-                batches, self._computing(objective), to_backward, lambda chunk, last: prepare(last)
+                batches, self._computing(objective), to_backward, before_backward
             )
-        self.stages.sum_shared_gradients()
+        assert self._sharded is not None
+        self.stages.sum_shared_gradients(self._sharded.gradient_of)
         return losses
 
     def loss(self, model: Any, objective: Objective, batch: Any) -> Loss:

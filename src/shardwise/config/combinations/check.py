@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from shardwise.config.advanced import written
 from shardwise.config.combinations.features import ABSENT, Feature, feature, look_up
-from shardwise.config.combinations.rules import DIVIDED, RULES, CombinationRule
+from shardwise.config.combinations.rules import RULES, CombinationRule
 from shardwise.config.paths import place
 from shardwise.config.section import Clash
 from shardwise.core.errors import UserError
@@ -155,7 +155,5 @@ def _met(settings: Any, rules: Iterable[CombinationRule]) -> Iterator[Conflict]:
 
 def _words(settings: Any) -> dict[str, Any]:
     """Placeholders that the texts of rules can use."""
-    used = axes_used(settings.parallel)
-    sharded = sorted({item.field.rpartition(".")[2] for item in DIVIDED} & set(used))
     known = {name: getattr(settings, name, None) for name in NAMES}
-    return known | {"axes": ", ".join(used), "divided": " and ".join(sharded)}
+    return known | {"axes": ", ".join(axes_used(settings.parallel))}

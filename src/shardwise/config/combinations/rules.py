@@ -61,7 +61,6 @@ def _others(features: tuple[Feature, ...], *excluded: Feature) -> tuple[Feature,
     return tuple(feature for feature in features if feature not in excluded)
 
 
-DIVIDED = (f.TENSOR, f.EXPERT)  # a rank has a part of a weight, or other weights than its neighbour
 CODED = (f.ADAMW, f.LION, f.SGD)  # optimizers whose states can be stored in another type
 ONCE = (f.CAUSAL, f.MASKED, f.SEQ2SEQ, f.CLASSIFY)  # objectives that ask the model once per micro-batch
 JUDGED = (f.DPO, f.ORPO, f.KTO)
@@ -71,8 +70,6 @@ NEEDS_SHARDS = "set parallel.zero to 1, 2 or 3, or leave it out"
 NEEDS_EVALUATION = "set data.eval (2%, or files of its own), or leave it out"
 ALONE = "offload works with ZeRO alone, not with {axes}"
 PLUSPLUS = "ZeRO++ works with ZeRO alone, not with {axes}"
-WHOLE_WEIGHTS = "only adamw with fp32 states knows weights that {divided} parallelism divides"
-WANTS_PLAIN = "use optimizer: adamw, advanced.optimizer_state: fp32"
 SO_FAR = "is for {allowed} so far, and the objective is {{objective.type}}"
 
 
@@ -104,12 +101,7 @@ BESIDE_AXES = (
           AS_BF16),
     _rule("parallel.bucket", (f.BUCKET, f.AXES), "goes by whole blocks beside {axes}", "leave it out"),
     _rule("parallel.prefetch", (f.PREFETCH, f.AXES), "is for ZeRO alone, not with {axes}", "leave it out"),
-    _rule("train.optimizer", (_others(f.OPTIMIZERS, f.ADAMW), DIVIDED), WHOLE_WEIGHTS, WANTS_PLAIN),
-    _rule("train.optimizer_state", (f.BF16_STATES, DIVIDED), WHOLE_WEIGHTS, WANTS_PLAIN),
-    _rule("train.optimizer_in_backward", (f.IN_BACKWARD, f.AXES), "does not go with {axes}", "leave it out"),
-    _rule("train.master_weights", (f.SPLIT_MASTERS, f.AXES), "does not go with {axes}", "leave it out"),
     _rule("compile", (f.COMPILE, f.ZBV), "a backward in two parts takes no compiled block", "set compile: false"),
-    _rule("precision", (f.FP16, DIVIDED), "is not offered with {axes}", "use precision: bf16 or fp32"),
     _rule("fp8", (f.FP8, f.TENSOR), "does not go with {axes} yet", NO_FP8, shown="fp8.recipe"),
     _rule("method.multiply", (f.MULTIPLY, f.TENSOR), "does not go with {axes} yet", "leave it out"),
     _rule("tiled_mlp", (f.TILE, f.TENSOR), "does not go with {axes} yet, which divides tokens already", "leave it out"),

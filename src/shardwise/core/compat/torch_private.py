@@ -197,6 +197,22 @@ class OpenGradScaler(torch.amp.GradScaler):
         """Makes scale and counter, which torch does with the first loss."""
         self._lazy_init_scale_growth_tracker(device)
 
+    def _unscale_grads_(
+        self, optimizer: torch.optim.Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
+    ) -> dict[torch.device, torch.Tensor]:
+        """On this rank's parts, by device: no operator takes DTensors of several meshes at once."""
+        alike: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    gradient = getattr(parameter.grad, "_local_tensor", parameter.grad)
+                    alike.setdefault((gradient.device, gradient.dtype), []).append(gradient)
+        found = {found_inf.device: found_inf}
+        for (device, _), gradients in alike.items():
+            flag = found.setdefault(device, found_inf.to(device))
+            torch._amp_foreach_non_finite_check_and_unscale_(gradients, flag, inv_scale.to(device))
+        return found
+
     def overflows_of(self, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
         """After `unscale_`: for each device 1 where a gradient was not finite, else 0."""
         return list(self._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values())

@@ -120,7 +120,7 @@ def _changes(run: Run, cluster: Cluster, micro_batches: list[int]) -> Iterator[t
         yield optimizer_on_cpu, True
         yield less_memory | zero3 | optimizer_on_cpu, True
         yield less_memory | {"parallel.zero": 3, "offload.optimizer": "cpu", "offload.parameters": "cpu"}, True
-    if trains_all and run.train.optimizer == "adamw" and not run.parallel.uses_model_parallelism:
+    if trains_all and run.train.optimizer == "adamw":
         yield less_memory | zero3 | {"train.optimizer": "adamw8bit"}, False
     if trains_all:
         yield less_memory | {"method": "lora"}, False

@@ -114,7 +114,7 @@ def _gradient(grad, scale, at, mask, SCALED: tl.constexpr):
 @triton.jit(do_not_specialize=["offset", "seed1", "seed2"])
 def _kernel_8bit(
     param, low, grad, scale, codes1, scales1, codes2, scales2,
-    rows, cols, per_row, offset, seed1, seed2, shrink, rate, beta1, beta2, root, eps,
+    rows, cols, per_row, stride, offset, seed1, seed2, shrink, rate, beta1, beta2, root, eps,
     M1: tl.constexpr, LEAST1: tl.constexpr, FLOOR1: tl.constexpr, TOP1: tl.constexpr, PEAK1: tl.constexpr,
     M2: tl.constexpr, LEAST2: tl.constexpr, FLOOR2: tl.constexpr, TOP2: tl.constexpr, PEAK2: tl.constexpr,
     SIZE: tl.constexpr, COUNT: tl.constexpr, SPLIT: tl.constexpr, SCALED: tl.constexpr,
@@ -137,7 +137,7 @@ def _kernel_8bit(
     s2 = tl.max(tl.where(mask, v, 0.0), 1) / PEAK2
     tl.store(scales1 + block, s1, in_range)
     tl.store(scales2 + block, s2, in_range)
-    index = at + offset
+    index = row[:, None] * stride + col + offset
     c1 = _coded_first(m, _inverse(s1), index, seed1, M1, LEAST1, FLOOR1, TOP1)
     c2 = _coded_second(v, _inverse(s2), index, seed2, M2, LEAST2, FLOOR2, TOP2)
     tl.store(codes1 + at, c1.to(tl.int8), mask)
@@ -147,7 +147,7 @@ def _kernel_8bit(
 @triton.jit(do_not_specialize=["offset", "seed1", "seed2"])
 def _kernel_4bit(
     param, low, grad, scale, codes1, scales1, codes2, scales2,
-    rows, cols, per_row, offset, seed1, seed2, shrink, rate, beta1, beta2, root, eps,
+    rows, cols, per_row, stride, offset, seed1, seed2, shrink, rate, beta1, beta2, root, eps,
     M1: tl.constexpr, LEAST1: tl.constexpr, FLOOR1: tl.constexpr, TOP1: tl.constexpr, PEAK1: tl.constexpr,
     M2: tl.constexpr, LEAST2: tl.constexpr, FLOOR2: tl.constexpr, TOP2: tl.constexpr, PEAK2: tl.constexpr,
     SIZE: tl.constexpr, COUNT: tl.constexpr, SPLIT: tl.constexpr, SCALED: tl.constexpr,
@@ -183,13 +183,14 @@ def _kernel_4bit(
     s2 = tl.max(tl.maximum(tl.where(mask_a, v_a, 0.0), tl.where(mask_b, v_b, 0.0)), 1) / PEAK2
     tl.store(scales1 + block, s1, in_range)
     tl.store(scales2 + block, s2, in_range)
+    index = row * stride + 2 * pair + offset
     inverse = _inverse(s1)
-    c_a = _coded_first(m_a, inverse, a + offset, seed1, M1, LEAST1, FLOOR1, TOP1)
-    c_b = tl.where(mask_b, _coded_first(m_b, inverse, b + offset, seed1, M1, LEAST1, FLOOR1, TOP1), 0)
+    c_a = _coded_first(m_a, inverse, index, seed1, M1, LEAST1, FLOOR1, TOP1)
+    c_b = tl.where(mask_b, _coded_first(m_b, inverse, index + 1, seed1, M1, LEAST1, FLOOR1, TOP1), 0)
     tl.store(codes1 + byte, ((c_a & 15) | ((c_b & 15) << 4)).to(tl.uint8), mask_a)
     inverse = _inverse(s2)
-    c_a = _coded_second(v_a, inverse, a + offset, seed2, M2, LEAST2, FLOOR2, TOP2)
-    c_b = tl.where(mask_b, _coded_second(v_b, inverse, b + offset, seed2, M2, LEAST2, FLOOR2, TOP2), 0)
+    c_a = _coded_second(v_a, inverse, index, seed2, M2, LEAST2, FLOOR2, TOP2)
+    c_b = tl.where(mask_b, _coded_second(v_b, inverse, index + 1, seed2, M2, LEAST2, FLOOR2, TOP2), 0)
     tl.store(codes2 + byte, (c_a | (c_b << 4)).to(tl.uint8), mask_a)
 
 
@@ -202,10 +203,12 @@ def adamw(
     hyper: Hyper,
     low: Tensor | None = None,
     scale: Tensor | None = None,
+    stride: int | None = None,
 ) -> None:
     """One step of AdamW on a [rows, cols] piece and its coded moments, in place.
 
-    `offset` is the index of the piece's first element in the full parameter. With `low`, the parameter is bf16 and
+    `offset` is the index of the piece's first element in the full parameter, `stride` the distance of rows there (by
+    default their length). With `low`, the parameter is bf16 and
     `low` is the other half of its fp32 master. `scale` multiplies the gradient first.
     """
     rows, cols = param.shape
@@ -224,7 +227,7 @@ def adamw(
             param if low is None else param.view(torch.int16), param if low is None else low,
             grad, grad if scale is None else scale,
             mean.parts["codes"], mean.parts["scales"], square.parts["codes"], square.parts["scales"],
-            rows, cols, per_row, wrapped(offset), wrapped(mean.seed), wrapped(square.seed),
+            rows, cols, per_row, cols if stride is None else stride, wrapped(offset), wrapped(mean.seed), wrapped(square.seed),
             1 - hyper.lr * hyper.weight_decay, hyper.lr / (1 - beta1**hyper.step), beta1, beta2,
             (1 - beta2**hyper.step) ** -0.5, hyper.eps,
             first.mantissa, first.least, first.floor, first.top, first.peak,

@@ -21,7 +21,6 @@ from shardwise.parallel.offload.disk import DiskFolder, DiskTransfer
 from shardwise.parallel.offload.paging import Region
 from shardwise.parallel.offload.pieces import OffloadPiece, ShardSegment
 from shardwise.parallel.offload.pinned_memory import aligned, host_buffer, host_buffers
-from shardwise.parallel.zero.stages import ShardedModel
 
 GradientHook = Callable[[nn.Parameter, torch.Tensor], None]
 FILE_BUFFERS = 3  # in the ring that gradients pass through to a file
@@ -138,18 +137,9 @@ class GradientOffloadBuffer:
             self._norms[parameter] = torch.stack([norm_of(gradient[:0]), *squares]).sum().sqrt()
         return self._norms[parameter] if last and parameter in self._norms else gradient
 
-    def norm(self, sharded: ShardedModel) -> torch.Tensor:
-        """The norm of all gradients, over all ranks."""
-        norms = torch.stack(
-            [self._norms[p] for p in sharded.parameters.values() if p in self._norms]
-        )
-        shard = sharded.mesh["shard"]
-        if shard.size() > 1:
-            squares = norms.square()
-            sharded.sum_up(squares, shard.get_group())
-            norms = squares.sqrt()
-        total: torch.Tensor = torch.linalg.vector_norm(norms)
-        return total.float()
+    def squares(self) -> dict[nn.Parameter, torch.Tensor]:
+        """The squared norm of this rank's part of each complete gradient."""
+        return {parameter: norm.square() for parameter, norm in self._norms.items()}
 
     def settle(self) -> None:
         """Returns when everything is in the file."""

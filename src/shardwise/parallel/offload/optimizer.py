@@ -207,7 +207,9 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             remaining -= piece.elements
         parameters = list(sharded.parameters.values())
         # One rank computes one micro-batch in bf16 anyway: nothing is summed, so nothing is lost.
-        exact = self.split and (accumulates or sharded.mesh.size() > 1)
+        alone = sharded.mesh.size() == 1 and sharded.replication_factors is None
+        exact = self.split and (accumulates or not alone)
+        sharded.gradient_of = self._gradient_to_sum
         if exact and not any(isinstance(p, DTensor) for p in parameters):
             # Without FSDP, the gradient of each micro-batch.
             take_gradients([], parameters, lambda p, grad: self._take(p, grad.float()), False)
@@ -223,20 +225,48 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         """The gradient of this step so far: the one taken, or the parameter's own."""
         return self._gradients.get(parameter, parameter.grad)
 
-    def gradients(self) -> list[torch.Tensor]:
+    def gradients(self) -> dict[nn.Parameter, torch.Tensor]:
         """The gradients of this step on the device, in the model's order (that of norms' sums)."""
-        gradients = map(self.gradient, self._sharded.parameters.values())
-        return [gradient for gradient in gradients if gradient is not None]
+        result: dict[nn.Parameter, torch.Tensor] = {}
+        for parameter in self._sharded.parameters.values():
+            gradient = self.gradient(parameter)
+            if gradient is not None:
+                result[parameter] = gradient
+        return result
 
     def norm(self) -> torch.Tensor:
         """The norm of the gradients, on the device or offloaded, the same on every rank."""
+        self._complete_late()
         if self._gradient_buffer is not None:
-            return self._gradient_buffer.norm(self._sharded)
-        return self._sharded.norm(self.gradients())
+            return self._sharded.norm_of_squares(self._gradient_buffer.squares())
+        return self._sharded.norm_by_parameter(self.gradients())
+
+    def _gradient_to_sum(self, parameter: nn.Parameter) -> torch.Tensor:
+        """The gradient of a parameter that is added up over pipeline stages, in place."""
+        gradient = self.gradient(parameter)
+        if gradient is None:
+            dtype = torch.float32 if self.split else parameter.dtype
+            gradient = torch.zeros_like(parameter, dtype=dtype)
+            self._gradients[parameter] = gradient
+        return gradient
+
+    @torch.no_grad()
+    def _complete_late(self) -> None:
+        """Treats gradients that no single backward completed as if the last one had now."""
+        for parameter in self._sharded.complete_late:
+            gradient = self.gradient(parameter)
+            if gradient is None:
+                continue
+            if self._gradient_buffer is not None:
+                del self._gradients[parameter]
+                gradient = self._gradient_buffer.add(parameter, local_of(gradient), last=True)
+            if self._on_complete is not None:
+                self._complete(parameter, gradient)
 
     def _take(self, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
-        last = self._sharded.last
-        if self._gradient_buffer is not None:
+        late = parameter in self._sharded.complete_late
+        last = self._sharded.last and not late
+        if self._gradient_buffer is not None and not late:
             total = self._gradient_buffer.add(parameter, local_of(gradient), last)
         else:
             if parameter in self._gradients:
@@ -248,8 +278,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             self._complete(parameter, total)
 
     def _accumulated(self, parameter: torch.Tensor) -> None:
-        if self._sharded.last:
-            assert isinstance(parameter, nn.Parameter) and parameter.grad is not None
+        assert isinstance(parameter, nn.Parameter) and parameter.grad is not None
+        if self._sharded.last and parameter not in self._sharded.complete_late:
             self._complete(parameter, parameter.grad)
 
     @torch.no_grad()
@@ -293,6 +323,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         if scale is not None and scale.is_cuda:
             # The caller frees it while updates are still queued.
             scale.record_stream(self.pager.work)
+        self._complete_late()
         self._begin()
         if self._pending is None:
             self.steps += 1
@@ -398,7 +429,9 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 second = StoredState(codecs["exp_avg_sq"], square, seeds[1])
                 weights = high.view(len(high), -1)
                 rows = gradient.view(weights.shape)
-                fused.adamw(weights, rows, first, second, segment.offset, hyper, low, scale)
+                offset = segment.offset
+                stride = segment.stride
+                fused.adamw(weights, rows, first, second, offset, hyper, low, scale, stride)
                 return
         gradient = gradient.float()
         if scale is not None:
@@ -407,7 +440,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         states = {s: [codecs[s].decode(parts, segment.shape)] for s, parts in stored.items()}
         self.rule([master], [gradient], states, hyper)
         for seed, (state, parts) in zip(seeds, stored.items(), strict=True):
-            codecs[state].encode(states[state][0], parts, seed, segment.offset)
+            codecs[state].encode(states[state][0], parts, seed, segment.offset, segment.stride)
         if low is not None:
             split_(master, high, low)
 

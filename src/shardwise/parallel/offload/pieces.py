@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.optim.codecs import Codec, Kind, codec_of, columns
-from shardwise.optim.shards import first_row, local_of
+from shardwise.optim.codecs import Codec, Kind, columns
+from shardwise.optim.elementwise import codec_beside
+from shardwise.optim.shards import first_column, first_row, local_of
 from shardwise.parallel.offload.paging import Page
 from shardwise.parallel.offload.pinned_memory import ALIGNMENT, aligned
 
@@ -29,7 +30,8 @@ class ShardSegment:
     name: str
     parameter: nn.Parameter
     group: dict[str, Any]
-    first: int  # row of the full parameter at which this rank's shard begins
+    first: int  # index of the shard's first element in the full parameter
+    stride: int  # the distance of rows there
     start: int
     stop: int
     shape: torch.Size
@@ -40,7 +42,7 @@ class ShardSegment:
     @property
     def offset(self) -> int:
         """The index of the first element in the full parameter."""
-        return (self.first + self.start) * columns(self.shape)
+        return self.first + self.start * self.stride
 
 
 @dataclass(eq=False)
@@ -82,9 +84,10 @@ def cut_pieces(
     for name, parameter in order.items():
         if parameter not in group_of:
             continue
-        codecs = {state: codec_of(kind, state, parameter.shape) for state in states}
+        codecs = {state: codec_beside(parameter, kind, state) for state in states}
         shape = local_of(parameter).shape
-        first = first_row(parameter)
+        stride = columns(parameter.shape)
+        first = first_row(parameter) * stride + first_column(parameter)
         width = columns(shape)
         # Where a parameter is cut, ranges begin on a page in every type of two bytes or more.
         unit = ALIGNMENT // math.gcd(ALIGNMENT, 2 * width)
@@ -96,7 +99,7 @@ def cut_pieces(
                 pieces.append(OffloadPiece([], Page([])))
                 room = limit
             segment = ShardSegment(
-                name, parameter, group_of[parameter], first, start, stop, size, codecs
+                name, parameter, group_of[parameter], first, stride, start, stop, size, codecs
             )
             pieces[-1].segments.append(segment)
             room -= size.numel()

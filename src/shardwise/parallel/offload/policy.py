@@ -12,7 +12,14 @@ from shardwise.config.schema import Offload, Run
 from shardwise.core.errors import UserError
 from shardwise.distributed.mesh import World
 from shardwise.nn.models.build import store_in
-from shardwise.optim.build import STORED, decay_groups, state_bytes, state_kind
+from shardwise.optim.build import (
+    STORED,
+    check_codes,
+    check_pieces,
+    decay_groups,
+    state_bytes,
+    state_kind,
+)
 from shardwise.optim.codecs import Kind
 from shardwise.optim.rules import rule_of
 from shardwise.optim.shards import local_of
@@ -119,6 +126,8 @@ def offload_optimizer(
         parameter_disk,
     )
     groups = decay_groups(sharded.parameters, train.weight_decay, train.decay_norms)
+    check_codes(sharded.parameters, kind, train.optimizer)
+    check_pieces(sharded.parameters, kind, train.optimizer)
     rule = rule_of(train.optimizer, train.betas)
     return OffloadedOptimizer(groups, _in_order(sharded), rule, kind, defaults, placement)
 

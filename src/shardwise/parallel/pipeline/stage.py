@@ -30,6 +30,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from shardwise.core.compat.torch_private import is_view, register_pytree_node, tree_unflatten
 from shardwise.nn.models.build import find_blocks
 from shardwise.optim.shards import local_of
+from shardwise.parallel.zero.stages import own_gradient
 from shardwise.parallel.pipeline.cut import Arguments, Call, Cut, OutputShape, Place, SameShapeAs
 from shardwise.parallel.pipeline.schedule import Schedule
 
@@ -163,7 +164,10 @@ class Stages:
         chunk_owners = schedule.owners(ranks)
         assert len(chunk_owners) == len(cut.ranges), "the model is cut for another schedule"
         self.chunks = tuple(chunk for chunk, owner in enumerate(chunk_owners) if owner == rank)
-        self.owners = _find_owners(model, cut, chunk_owners)
+        users = _find_chunks(model, cut)
+        self.owners = {n: tuple(sorted({chunk_owners[c] for c in u})) for n, u in users.items()}
+        # Parameters whose gradients are incomplete after the last backward of one chunk.
+        self.complete_late = {name for name, chunks in users.items() if len(chunks) > 1}
         self.shared = {name: holders for name, holders in self.owners.items() if len(holders) > 1}
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._pass: _StageForward | None = None
@@ -208,14 +212,15 @@ class Stages:
         self._groups = groups
 
     @torch.no_grad()
-    def sum_shared_gradients(self) -> None:
+    def sum_shared_gradients(
+        self, gradient_of: Callable[[nn.Parameter], torch.Tensor] = own_gradient
+    ) -> None:
         """Sums gradients of parameters that several stages have; call after the last backward."""
         parameters = dict(self.model.named_parameters())
         for name, holders in sorted(self.shared.items()):
             if self.rank in holders and (parameter := parameters[name]).requires_grad:
-                if parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
-                dist.all_reduce(local_of(parameter.grad), group=self._groups[holders])
+                gradient = local_of(gradient_of(parameter))
+                dist.all_reduce(gradient, group=self._groups[holders])
 
     def _gate(self, block: nn.Module, owned: bool) -> None:
         kind = type(block)
@@ -435,30 +440,29 @@ def _captured(call: Call, arguments: Arguments) -> StageIO:
     return StageIO(tuple(ports), tuple(tensors))
 
 
-def _find_owners(
-    model: nn.Module, cut: Cut, chunk_owners: Sequence[int]
-) -> dict[str, tuple[int, ...]]:
-    """Returns the ranks that need each parameter; the last chunk's if none does."""
+def _find_chunks(model: nn.Module, cut: Cut) -> dict[str, set[int]]:
+    """Returns the chunks that need each parameter; the last one if none does."""
+    count = len(cut.ranges)
     holders: dict[str, set[int]] = {call.block: set() for call in cut.calls}
-    for chunk, owner in enumerate(chunk_owners):
+    for chunk in range(count):
         for block in cut.blocks(chunk):
-            holders[block].add(owner)
+            holders[block].add(chunk)
     aliases: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         aliases.setdefault(id(parameter), []).append(name)
-    owners: dict[str, tuple[int, ...]] = {}
+    users: dict[str, set[int]] = {}
     for names in aliases.values():
-        ranks: set[int] = set()
+        chunks: set[int] = set()
         for name in names:
             around = next((module for module in _modules_around(name) if module in holders), None)
             if around is not None:
-                ranks |= holders[around]
+                chunks |= holders[around]
                 continue
-            for chunk, owner in enumerate(chunk_owners):
+            for chunk in range(count):
                 if cut.needs(chunk, name):
-                    ranks.add(owner)
-        owners[names[0]] = tuple(sorted(ranks)) or (chunk_owners[-1],)
-    return owners
+                    chunks.add(chunk)
+        users[names[0]] = chunks or {count - 1}
+    return users
 
 
 def _modules_around(name: str) -> Iterator[str]:

@@ -23,7 +23,7 @@ The pitfalls, and how they are avoided:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -65,12 +65,16 @@ class ShardedModel:
         self.embedding_only_numel = 0  # parameters that a token only looks up, excluded from FLOPs
         # Notes for the end of the run about settings without effect.
         self.ineffective_notes: Callable[[], list[str]] = list
-        self.last = True  # whether the optimizer steps after the current micro-batch
+        # Whether gradients that are reduced now are complete, apart from those of `complete_late`.
+        self.last = True
         self.on_update: list[Callable[[], None]] = []
         self.on_save: list[Callable[[], None]] = []
         self.timer: Timer = OFF  # measures where ranks wait for each other
         # By parameter, the ranks that hold the same part; None = those along `replicate`.
-        self.replication_factors: dict[str, int] | None = None
+        self.replication_factors: dict[nn.Parameter, int] | None = None
+        # Parameters of several pipeline chunks: gradients are incomplete until all have run.
+        self.complete_late: frozenset[nn.Parameter] = frozenset()
+        self.gradient_of: Callable[[nn.Parameter], torch.Tensor] = own_gradient
 
     @property
     def device(self) -> torch.device:
@@ -82,14 +86,19 @@ class ShardedModel:
         """Ranks that train on different data: replicas times shards."""
         return self.mesh.size()
 
-    def prepare_micro_batch(self, last: bool) -> None:
-        """Sets up each micro-batch's forward; `last` is the one before the optimizer step."""
+    def prepare_micro_batch(self, last: bool, final: bool = True) -> None:
+        """Sets up each micro-batch's forward; `last` is the one before the optimizer step.
+
+        A pipeline rank calls it before backwards: `last` is a chunk's last, `final` that of all.
+        """
         root = self._root
-        self.last = last
         if self.stage <= 1:
+            # FSDP would reduce what other chunks have accumulated so far too.
+            last = last and final
             root.set_requires_gradient_sync(last)
         else:
             root.set_requires_all_reduce(last)
+        self.last = last
         if self.stage < 3:
             root.set_reshard_after_backward(last)
 
@@ -121,33 +130,41 @@ class ShardedModel:
 
     def clip(self, max_norm: float | None) -> torch.Tensor:
         """Returns the global gradient norm, on the device; clips gradients to `max_norm`."""
-        if self.replication_factors is not None:
-            return self._clip_everywhere(max_norm)
-        parameters = list(self.parameters.values())
-        norm = self.norm([p.grad for p in parameters if p.grad is not None])
-        if max_norm is not None:
-            nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+        gradients: dict[nn.Parameter, torch.Tensor] = {}
+        for parameter in self.parameters.values():
+            if parameter.grad is not None:
+                gradients[parameter] = parameter.grad
+        norm = self.norm_by_parameter(gradients)
+        if max_norm is None:
+            return norm
+        if self.replication_factors is None:
+            nn.utils.clip_grads_with_norm_(list(self.parameters.values()), max_norm, norm)
+            return norm
+        scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        for gradient in gradients.values():
+            local_of(gradient).mul_(scale.to(gradient.dtype))
         return norm
 
-    def _clip_everywhere(self, max_norm: float | None) -> torch.Tensor:
-        """As `clip`, for parameters sharded along several axes: each part counts once."""
-        assert self.replication_factors is not None
+    def norm_by_parameter(self, gradients: Mapping[nn.Parameter, torch.Tensor]) -> torch.Tensor:
+        """As `norm`; of parameters sharded along several axes each part counts once."""
+        if self.replication_factors is None:
+            return self.norm(list(gradients.values()))
+        squares = {p: norm_of(local_of(g)).square() for p, g in gradients.items()}
+        return self.norm_of_squares(squares)
+
+    def norm_of_squares(self, squares: Mapping[nn.Parameter, torch.Tensor]) -> torch.Tensor:
+        """The global norm, by the squared norms of this rank's parts of the gradients."""
+        factors = self.replication_factors
         dtype = torch.float64 if effective_device(self.device) == "cpu" else torch.float32
-        square = torch.zeros((), dtype=dtype, device=self.device)
-        gradients = []
-        for name, parameter in self.parameters.items():
-            if parameter.grad is None:
-                continue
-            gradient = local_of(parameter.grad)
-            square += norm_of(gradient).square() / self.replication_factors[name]
-            gradients.append(gradient)
-        self.sum_up(square)
-        norm = square.sqrt().float()
-        if max_norm is not None:
-            scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-            for gradient in gradients:
-                gradient.mul_(scale.to(gradient.dtype))
-        return norm
+        total = torch.zeros((), dtype=dtype, device=self.device)
+        for parameter, square in squares.items():
+            total += square if factors is None else square / factors[parameter]
+        shard = self.mesh["shard"]
+        if factors is not None:
+            self.sum_up(total)
+        elif shard.size() > 1:
+            self.sum_up(total, shard.get_group())
+        return total.sqrt().float()
 
     def norm(self, gradients: list[torch.Tensor]) -> torch.Tensor:
         """The global norm of sharded gradients, the same on every rank.
@@ -176,6 +193,13 @@ class ShardedModel:
     def _root(self) -> FSDPModule:
         assert isinstance(self.model, FSDPModule)
         return self.model
+
+
+def own_gradient(parameter: nn.Parameter) -> torch.Tensor:
+    """A parameter's gradient, zeros if it has none."""
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
+    return parameter.grad
 
 
 @dataclass(frozen=True)

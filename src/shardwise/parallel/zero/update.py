@@ -54,7 +54,7 @@ class OptimizerStep:
         self.settle = settle
         self._then = then
         self._offloaded = optimizer if isinstance(optimizer, OffloadedOptimizer) else None
-        self._squares: list[torch.Tensor] = []
+        self._squares: dict[nn.Parameter, torch.Tensor] = {}
         if self._offloaded is not None:
             on_complete = self._record_norm if eager else None
             self._offloaded.attach(sharded, on_complete, accumulates, eager)
@@ -84,11 +84,14 @@ class OptimizerStep:
     def _step(self, allowed: Callable[[torch.Tensor], bool] | None) -> torch.Tensor:
         if self.eager:
             assert allowed is None, "the config is checked before"
-            self.optimizer.step()  # parameters with a late gradient, or none
+            for parameter in self.sharded.parameters.values():  # those with a late gradient
+                if self._offloaded is None and parameter.grad is not None:
+                    self._record_norm(parameter, parameter.grad)
+            self.optimizer.step()
             self._then(True)
             return self._eager_norm()
         self.scaler.unscale_(self.optimizer)
-        if self.sharded.replication_factors is not None and self.scaler.is_enabled():
+        if self.scaler.is_enabled():
             self.scaler.agree(self.optimizer)
         options: dict[str, torch.Tensor | None] = {}
         if self._offloaded is None:
@@ -108,12 +111,13 @@ class OptimizerStep:
     def _record_norm(self, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
         """Adds a complete gradient to the norm; its parameter is updated next."""
         self.settle()
-        self._squares.append(norm_of(local_of(gradient)).square())
+        self._squares[parameter] = norm_of(local_of(gradient)).square()
 
     def _accumulated(self, parameter: torch.Tensor) -> None:
-        if not self.sharded.last or parameter.grad is None:
-            return
         assert isinstance(parameter, nn.Parameter)
+        late = parameter in self.sharded.complete_late
+        if late or not self.sharded.last or parameter.grad is None:
+            return
         self._record_norm(parameter, parameter.grad)
         if isinstance(self.optimizer, (Elementwise, AdamMini)):
             self.optimizer.update(self._group_of[parameter], [parameter])
@@ -131,10 +135,6 @@ class OptimizerStep:
             group["params"] = params
 
     def _eager_norm(self) -> torch.Tensor:
-        zero = norm_of(torch.zeros(1, device=self.sharded.device))
-        total = torch.stack([zero, *self._squares]).sum()
-        self._squares = []
-        shard = self.sharded.mesh["shard"]
-        if shard.size() > 1:
-            self.sharded.sum_up(total, shard.get_group())
-        return total.sqrt().float()
+        norm = self.sharded.norm_of_squares(self._squares)
+        self._squares = {}
+        return norm
