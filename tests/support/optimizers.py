@@ -73,7 +73,9 @@ class Bag(nn.Module):
             place: Any = Replicate() if name not in DIVIDED else Shard(DIVIDED[name])
             if axis == "expert" and name not in EXPERTS:
                 continue
-            value = distribute_tensor(getattr(module, key).detach(), root[axis], [Shard(0) if axis == "expert" else place])
+            value = distribute_tensor(
+                getattr(module, key).detach(), root[axis], [Shard(0) if axis == "expert" else place]
+            )
             setattr(module, key, nn.Parameter(value))
         if axis == "expert":
             place = ExpertParallel({}, root[axis], None).placement(root["shard"])  # type: ignore[arg-type]

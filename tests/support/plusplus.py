@@ -14,7 +14,7 @@ def _world(node: int, shard: int) -> Any:
     from shardwise.distributed.mesh import MeshLayout, join_world, split_shards
 
     world = join_world("cpu", "gloo", 60, MeshLayout(dist.get_world_size() // shard, shard))
-    return split_shards(world.mesh, node, 60), world.mesh["shard"].get_group()
+    return split_shards(world.layout.dense_mesh, node, world.device, 60), world.mesh["shard"].get_group()
 
 
 def gathers(node: int, shard: int, cases: list[tuple[int, bool, torch.dtype]]) -> list[dict[str, Any]]:

@@ -467,3 +467,8 @@ def idle_adapter(run: dict[str, Any]) -> tuple[str, str]:
     layer.forward = lambda x: torch.nn.functional.linear(x, layer.weight)
     accumulate(parts, batch)
     return without_gradient(parts.sharded, parts.update), fine
+
+
+def train_each(runs: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """As `train`, one run after the other in the same processes: a later one may resume an earlier one."""
+    return {name: train(run) for name, run in runs.items()}

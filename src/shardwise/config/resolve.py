@@ -251,7 +251,7 @@ def check_parallel(run: Run, ranks: int) -> None:
             f"is for one GPU yet, not for {ranks} ranks",
             "leave it out",
         )
-    check_secondary(run.parallel, ranks)
+    check_secondary(run.parallel, spread)
     if run.parallel.reduce_dtype == "bf16" and spread == 1:
         raise UserError("parallel.reduce_dtype", "bf16", "gradients are added up over no ranks", "leave it out")
     if run.fp8.gather == "fp8" and shard_size(zero, shard, spread) == 1:

@@ -55,7 +55,7 @@ class TrainedVector:
         rows = self._masters()
         target = local_of(self._parameters[name])
         if name in rows:
-            rows[name].write(0, flat.view(rows[name].read().shape))
+            rows[name].write([0], flat.view(rows[name].read().shape))
         else:
             target.copy_(flat.view(target.shape))
 

@@ -7,7 +7,7 @@ rows as they are read. Loading and saving then need memory for one more tensor.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,20 +22,25 @@ from shardwise.core.errors import UserError
 
 @dataclass(frozen=True)
 class LazyShardedTensor:
-    """A sharded tensor by its rows: `parts` returns this rank's, in order; `write` stores rows from an offset on.
+    """A sharded tensor by its rows: `parts` returns this rank's, in order; `write` stores a range of them.
 
-    `write` takes some of their columns too, from a second offset on.
+    Where a range begins is given for the first dims; along the others it is complete.
     """
 
     outline: torch.Tensor
     parts: Callable[[], Iterable[torch.Tensor]]
-    write: Callable[..., None]
+    write: Callable[[Sequence[int], torch.Tensor], None]
     device: torch.device | None = None  # where all parts lie, if that is the device that trains: nothing was offloaded
 
     def read(self) -> torch.Tensor:
         """This rank's part, on the host."""
         parts = [part.cpu() for part in self.parts()]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def window(offset: Sequence[int], part: torch.Tensor) -> tuple[slice, ...]:
+    """The range of a tensor that begins at an offset and has the size of a part."""
+    return tuple(slice(o, o + size) for o, size in zip(offset, part.shape, strict=False))
 
 
 def outline(
@@ -85,5 +90,4 @@ class LoadRows(DefaultLoadPlanner):
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
         """Stores an item that was read."""
         if (rows := self._rows.get(read_item.dest_index.fqn)) is not None:
-            row, column = (*read_item.dest_offsets, 0, 0)[:2]
-            rows.write(row, tensor, column)
+            rows.write(read_item.dest_offsets, tensor)

@@ -54,6 +54,11 @@ class MeshLayout:
         return self.replicate * self.shard // self.context
 
     @property
+    def dense_mesh(self) -> tuple[int, int, int, int]:
+        """Stages, replicas, ranks that shard each replica by ZeRO, ranks with different parts of a weight."""
+        return self.pipeline, self.replicate, self.shard, self.tensor
+
+    @property
     def expert_mesh(self) -> tuple[int, int, int, int]:
         """Stages, replicas of the experts, ranks that shard each replica by ZeRO, ranks with different experts."""
         each = self.ranks // self.pipeline // self.expert
@@ -211,9 +216,13 @@ class Hops:
     across: dist.ProcessGroup
 
 
-def split_shards(mesh: DeviceMesh, size: int, timeout: float) -> Hops:
-    """Splits each shard group into nodes of `size` consecutive ranks; collective over all ranks of the run."""
-    nodes = mesh.mesh.view(mesh.size(0), -1, size)
+def split_shards(mesh: tuple[int, int, int, int], size: int, device: torch.device, timeout: float) -> Hops:
+    """Splits each shard group into nodes of `size` consecutive members; collective over all ranks of the run.
+
+    `mesh` is one of the layout's: its third axis shards.
+    """
+    shards = torch.arange(math.prod(mesh)).view(mesh).transpose(2, 3)
+    nodes = shards.reshape(-1, mesh[2] // size, size)
     lists = {"within": nodes.flatten(0, 1).tolist(), "across": nodes.transpose(1, 2).flatten(0, 1).tolist()}
     own_groups: dict[str, dist.ProcessGroup] = {}
     for name, members in lists.items():
@@ -221,12 +230,12 @@ def split_shards(mesh: DeviceMesh, size: int, timeout: float) -> Hops:
             group = dist.new_group(ranks, timeout=timedelta(seconds=timeout + LATER))
             if dist.get_rank() in ranks:
                 own_groups[name] = group
-    connect(own_groups.values(), torch.device(mesh.device_type))
+    connect(own_groups.values(), device)
     return Hops(**own_groups)
 
 
-def ranks_per_node(shard: int, control: dist.ProcessGroup) -> int:
-    """The largest number of consecutive ranks of a shard group that share a host, on every host."""
+def ranks_per_node(control: dist.ProcessGroup) -> int:
+    """The largest number of consecutive ranks that share a host, on every host."""
     sizes: list[int] = [1] * dist.get_world_size(control)
     dist.all_gather_object(sizes, int(os.environ.get("LOCAL_WORLD_SIZE", 1)), group=control)
-    return math.gcd(shard, *sizes)  # hosts may differ; their common divisor never straddles two
+    return math.gcd(*sizes)  # hosts may differ; their common divisor never straddles two

@@ -4,8 +4,9 @@
 that share an fp32 scale (the block's largest magnitude). No block crosses a row, and every part has as many rows as the
 tensor, so parts shard over ranks exactly as the parameter does and a checkpoint moves to any number of ranks bit for
 bit. Where columns are sharded (tensor parallelism) in the middle of a block, its ranks agree on its scale
-(`SharedBlocks`), so that this holds for any mesh. Within a block, x = value / scale lies in [-1, 1] and is stored as a small float, made from the bits of the fp32
-number: all but the leading bits of its mantissa are shifted away. No lookup table is needed.
+(`SharedBlocks`), so that this holds for any mesh. Within a block, x = value / scale lies in [-1, 1] and is stored as a
+small float, made from the bits of the fp32 number: all but the leading bits of its mantissa are shifted away. No
+lookup table is needed.
 
   first moment   sign and magnitude of x + c, minus the code of c: zero is exact, levels near zero are linear, and
                  beyond that each is a constant factor above the last. A linear scale would round small values to zero.

@@ -131,9 +131,7 @@ def _cuts_within(parameter: Tensor) -> tuple[Cut, ...]:
     return tuple(replace(cut, dim=cut.dim - inner) for cut in cuts_of(parameter) if cut.dim >= inner)
 
 
-def _orthogonal_parts(
-    parts: Sequence[Tensor], shapes: Sequence[tuple[int, int]], cuts: Sequence[Cut]
-) -> list[Tensor]:
+def _orthogonal_parts(parts: Sequence[Tensor], shapes: Sequence[tuple[int, int]], cuts: Sequence[Cut]) -> list[Tensor]:
     """This rank's parts of the orthogonalised matrices, from its parts of the matrices; `shapes` are the full ones.
 
     Undoes the last cut: each rank of its group gets the parts of some of the matrices and goes on with those.

@@ -57,6 +57,7 @@ from shardwise.parallel.zero.stages import (
     shard_experts,
     shard_model,
 )
+from shardwise.parallel.zero.units import list_of
 
 Blocks = list[tuple[str, nn.Module]]
 Materialise = Callable[[Any, torch.device], None]
@@ -316,7 +317,12 @@ def recompute_activations(a: Assembly) -> str | None:
             around["context_fn"] = saved.around(block, inputs if number < offloaded else None)
         recompute(block, **around)
     if inputs is not None:
-        inputs.attach(blocks[: offloaded : a.run.recompute_group])
+        chunks = _chunks(a)
+        of_chunk: dict[Any, Blocks] = {}
+        for name, block in blocks[: offloaded : a.run.recompute_group]:
+            of_chunk.setdefault(chunks.get(block), []).append((name, block))
+        for passed_through in of_chunk.values():
+            inputs.attach(passed_through)
     if a.run.recompute_group > 1:
         save_inputs_by_group(blocks, a.run.recompute_group, inputs, saved)
     a.saved_attention = saved
@@ -368,11 +374,15 @@ def fully_shard_blocks(a: Assembly) -> str | None:
     """ZeRO on FSDP2: blocks (or what fits a bucket), then the rest."""
     if a.choose_comm is not None:
         a.comm = a.choose_comm(a.model, a.blocks)
+    chunks = _chunks(a)
+    modules = dict(a.blocks)
     options = ShardOptions(
         a.comm.bucket,
         a.comm.together,
         is_unsharded(a.run, a.world),
         a.run.parallel.reduce_dtype,
+        _indivisible(a),
+        lambda name: (list_of(name), chunks.get(modules[name])),
     )
     shard_model(a.model, a.blocks, a.world.mesh, a.run.parallel.zero, a.run.precision, options)
     return f"ZeRO-{a.run.parallel.zero} over {_describe_mesh(a.world.mesh)}, {a.run.precision}"
@@ -408,11 +418,18 @@ def install_communication(a: Assembly) -> str | None:
         return None
     parallel = a.run.parallel
     line = install_collectives(
-        a.sharded, parallel, a.world, a.run.timeout, float8_gathers(a.run, a.world.mesh.size(1))
+        a.sharded,
+        parallel,
+        a.world,
+        a.run.timeout,
+        float8_gathers(a.run, a.world.mesh.size(1)),
+        [] if a.context.experts is None else a.context.experts.modules,
     )
     prefetch = a.comm.prefetch
-    reductions = not parallel.quantize_gradients
-    if install_overlap(a.sharded, prefetch, reductions, a.timer.on) and prefetch is not None:
+    # The last part of a split backward, which reduces, is within none.
+    reductions = not (parallel.quantize_gradients or schedule_of(parallel).splits)
+    ahead = install_overlap(a.sharded, prefetch, reductions, a.timer.on, _chunks(a).get)
+    if ahead and prefetch is not None:
         prefetched = f"{counted(prefetch, 'unit', 'units')} prefetched"
         line = f"{line}; {prefetched}" if line else prefetched
     return line or None
@@ -440,6 +457,24 @@ STEPS: tuple[Step, ...] = (
     create_sharded_model,
     install_communication,
 )
+
+
+def _chunks(a: Assembly) -> dict[nn.Module, tuple[int, ...]]:
+    """The pipeline chunks that the modules of blocks run with; none if this rank has only one."""
+    stages = a.context.stages
+    chunks: dict[nn.Module, tuple[int, ...]] = {}
+    if stages is not None and len(stages.chunks) > 1:
+        for name, block in a.blocks:
+            chunks |= dict.fromkeys(block.modules(), stages.chunks_of(name))
+    return chunks
+
+
+def _indivisible(a: Assembly) -> frozenset[nn.Module]:
+    """Modules that use parameters of their submodules at once: units must not split them."""
+    tensor = a.context.tensor
+    if tensor is None:
+        return frozenset()
+    return frozenset([*tensor.local, *map(a.model.get_submodule, tensor.unsharded)])
 
 
 def _describe_routing(routing: Routing, loads: ExpertLoads | None) -> str | None:

@@ -68,8 +68,6 @@ BY_TENSOR, BY_CONTEXT = (f.CAUSAL, f.MASKED, f.SEQ2SEQ), (f.CAUSAL, f.MASKED)
 ROWS = (f.SEQ2SEQ, f.MASKED, f.CLASSIFY)
 NEEDS_SHARDS = "set parallel.zero to 1, 2 or 3, or leave it out"
 NEEDS_EVALUATION = "set data.eval (2%, or files of its own), or leave it out"
-ALONE = "offload works with ZeRO alone, not with {axes}"
-PLUSPLUS = "ZeRO++ works with ZeRO alone, not with {axes}"
 SO_FAR = "is for {allowed} so far, and the objective is {{objective.type}}"
 
 
@@ -91,16 +89,8 @@ NO_FP8 = "set fp8: none and precision: bf16"
 AS_BF16 = "leave it out: gathers are in bf16"
 
 BESIDE_AXES = (
-    _rule("offload.optimizer", (f.STATES, f.AXES), ALONE, "set offload.optimizer: none"),
-    _rule("offload.parameters", (f.PARAMETERS, f.AXES), ALONE, "set offload.parameters: none"),
-    _rule("offload.activations", (f.ACTIVATIONS, f.AXES), ALONE, "set offload.activations: none"),
-    _rule("parallel.quantize_weights", (f.QUANTIZE_WEIGHTS, f.AXES), PLUSPLUS, "leave it out"),
-    _rule("parallel.quantize_gradients", (f.QUANTIZE_GRADIENTS, f.AXES), PLUSPLUS, "leave it out"),
-    _rule("parallel.hpz_size", (f.SECONDARY, f.AXES), PLUSPLUS, "leave it out"),
-    _rule("fp8.gather", (f.FP8_GATHER, _others(f.AXES, f.TENSOR, f.ZBV)), "works with ZeRO alone, not with {axes}",
-          AS_BF16),
-    _rule("parallel.bucket", (f.BUCKET, f.AXES), "goes by whole blocks beside {axes}", "leave it out"),
-    _rule("parallel.prefetch", (f.PREFETCH, f.AXES), "is for ZeRO alone, not with {axes}", "leave it out"),
+    _rule("offload.activations", (f.ACTIVATIONS, f.TENSOR),
+          "inputs of blocks are DTensors", "set offload.activations: none"),
     _rule("compile", (f.COMPILE, f.ZBV), "a backward in two parts takes no compiled block", "set compile: false"),
     _rule("fp8", (f.FP8, f.TENSOR), "does not go with {axes} yet", NO_FP8, shown="fp8.recipe"),
     _rule("method.multiply", (f.MULTIPLY, f.TENSOR), "does not go with {axes} yet", "leave it out"),

@@ -166,6 +166,6 @@ def fill_local(
         if packing is not None:
             part = packing.pack(part.to(local.device))
         if master is not None:
-            master.write(start, part)
+            master.write([start], part)
         else:
             local[start:stop].copy_(part)

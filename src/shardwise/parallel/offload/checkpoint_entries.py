@@ -5,14 +5,14 @@ They are read and written row by row.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardwise.distributed.lazy_rows import LazyShardedTensor, outline
+from shardwise.distributed.lazy_rows import LazyShardedTensor, outline, window
 from shardwise.optim.codecs import SharedBlocks, columns, part_name
 from shardwise.optim.shards import local_of, placements_along
 from shardwise.optim.split_master import join, split_
@@ -65,8 +65,8 @@ def masters(
 def _frozen(offload: ParameterOffload, parameter: nn.Parameter) -> LazyShardedTensor:
     """A parameter that is off the device and not in the optimizer."""
 
-    def write(start: int, rows: torch.Tensor, left: int = 0) -> None:
-        _window(offload.view(parameter)[start : start + len(rows)], rows, left).copy_(rows)
+    def write(offset: Sequence[int], rows: torch.Tensor) -> None:
+        offload.view(parameter)[window(offset, rows)].copy_(rows)
 
     local_shape = tuple(local_of(parameter).shape)
     full = outline(parameter, tuple(parameter.shape), local_shape, parameter.dtype)
@@ -87,7 +87,7 @@ def _step(optimizer: OffloadedOptimizer) -> LazyShardedTensor:
     def read() -> list[torch.Tensor]:
         return [torch.tensor(float(optimizer.steps))]
 
-    def write(start: int, value: torch.Tensor, left: int = 0) -> None:
+    def write(offset: Sequence[int], value: torch.Tensor) -> None:
         optimizer.steps = int(value)
 
     return LazyShardedTensor(torch.zeros(()), read, write, optimizer.resident)
@@ -104,10 +104,9 @@ def _state(
         for piece, segment in segments:
             yield view_at(piece.blob(), segment.parts[state][part])
 
-    def write(start: int, rows: torch.Tensor, left: int = 0) -> None:
-        for piece, segment, target, source in overlaps(segments, start, rows):
-            stored = view_at(piece.blob(), segment.parts[state][part])[target]
-            _window(stored, rows, left).copy_(rows[source])
+    def write(offset: Sequence[int], rows: torch.Tensor) -> None:
+        for piece, segment, target, source in overlaps(segments, offset, rows):
+            view_at(piece.blob(), segment.parts[state][part])[target].copy_(rows[source])
 
     codec = segments[0][1].codecs[state]
     full_shape, dtype = codec.shapes(parameter.shape)[part]
@@ -141,24 +140,19 @@ def _master(
             for start in range(0, len(high), rows):
                 yield join(high[start : start + rows], low[start : start + rows])
 
-    def write(start: int, rows: torch.Tensor, left: int = 0) -> None:
+    def write(offset: Sequence[int], rows: torch.Tensor) -> None:
         if not optimizer.split:
-            _window(home()[start : start + len(rows)], rows, left).copy_(rows)
+            home()[window(offset, rows)].copy_(rows)
             return
-        for piece, segment, target, source in overlaps(segments, start, rows):
+        for piece, segment, target, source in overlaps(segments, offset, rows):
             part = rows[source].float().clone()
             high = torch.empty_like(part, dtype=torch.bfloat16)
             low = torch.empty_like(part, dtype=torch.int16)
             split_(part, high, low)
             highs = home()[segment.start : segment.stop][target]
-            _window(highs, rows, left).copy_(high)
-            _window(view_at(piece.blob(), segment.low)[target], rows, left).copy_(low)
+            highs.copy_(high)
+            view_at(piece.blob(), segment.low)[target].copy_(low)
 
     local_shape = tuple(local_of(parameter).shape)
     full = outline(parameter, tuple(parameter.shape), local_shape, torch.float32)
     return LazyShardedTensor(full, parts, write, optimizer.resident)
-
-
-def _window(stored: torch.Tensor, rows: torch.Tensor, left: int) -> torch.Tensor:
-    """The columns of stored rows that `rows`, from column `left` on, are for."""
-    return stored if stored.ndim < 2 else stored[:, left : left + rows.shape[1]]

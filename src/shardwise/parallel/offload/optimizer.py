@@ -119,6 +119,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 self._add_parameter_regions(piece, self.parameter_offload)
         self.pager = Pager(device, [p.page for p in self.pieces])
         self._gradients: dict[nn.Parameter, torch.Tensor] = {}
+        self._completed: set[nn.Parameter] = set()
         self._order = list(self.pieces)  # in which pieces were last updated
         # During an eager step, the number of gradients that each piece still waits for.
         self._pending: dict[OffloadPiece, int] | None = None
@@ -236,7 +237,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     def norm(self) -> torch.Tensor:
         """The norm of the gradients, on the device or offloaded, the same on every rank."""
-        self._complete_late()
+        self._complete_rest()
         if self._gradient_buffer is not None:
             return self._sharded.norm_of_squares(self._gradient_buffer.squares())
         return self._sharded.norm_by_parameter(self.gradients())
@@ -251,17 +252,28 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         return gradient
 
     @torch.no_grad()
-    def _complete_late(self) -> None:
-        """Treats gradients that no single backward completed as if the last one had now."""
-        for parameter in self._sharded.complete_late:
-            gradient = self.gradient(parameter)
-            if gradient is None:
+    def _complete_rest(self) -> None:
+        """Completes the gradients that no backward of the step was the last one for.
+
+        Those are of parameters that several pipeline chunks use, or that the last backward did not.
+        """
+        buffer = self._gradient_buffer
+        if buffer is None and self._on_complete is None:
+            return
+        for parameter in self._sharded.parameters.values():
+            if parameter in self._completed:
                 continue
-            if self._gradient_buffer is not None:
-                del self._gradients[parameter]
-                gradient = self._gradient_buffer.add(parameter, local_of(gradient), last=True)
-            if self._on_complete is not None:
-                self._complete(parameter, gradient)
+            if buffer is None:
+                total = self.gradient(parameter)
+            else:
+                gradient = self._gradients.pop(parameter, None)
+                if gradient is None and parameter in buffer.seen:
+                    gradient = torch.zeros_like(local_of(parameter), dtype=torch.float32)
+                total = gradient
+                if gradient is not None:
+                    total = buffer.add(parameter, local_of(gradient), last=True)
+            if total is not None:
+                self._complete(parameter, total)
 
     def _take(self, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
         late = parameter in self._sharded.complete_late
@@ -274,7 +286,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             else:
                 self._gradients[parameter] = gradient
             total = self._gradients[parameter]
-        if self._on_complete is not None and last:
+        if last:
             self._complete(parameter, total)
 
     def _accumulated(self, parameter: torch.Tensor) -> None:
@@ -285,7 +297,9 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def _complete(self, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
         """In an eager step, updates the pieces that waited for this gradient only."""
-        assert self._on_complete is not None
+        self._completed.add(parameter)
+        if self._on_complete is None:
+            return
         self._on_complete(parameter, gradient)
         if self._pending is None:
             self.steps += 1
@@ -323,7 +337,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         if scale is not None and scale.is_cuda:
             # The caller frees it while updates are still queued.
             scale.record_stream(self.pager.work)
-        self._complete_late()
+        self._complete_rest()
         self._begin()
         if self._pending is None:
             self.steps += 1
@@ -337,6 +351,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         for piece in order:
             self._update(piece, scale)
         self._gradients.clear()
+        self._completed.clear()
         self._pending = None
         if self._gradient_buffer is not None:
             self._gradient_buffer.clear()

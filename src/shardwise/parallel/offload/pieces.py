@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardwise.distributed.lazy_rows import window
 from shardwise.optim.codecs import Codec, Kind, columns
 from shardwise.optim.elementwise import codec_beside
 from shardwise.optim.shards import first_column, first_row, local_of
@@ -135,14 +136,16 @@ def view_at(blob: torch.Tensor, place: Place | None) -> torch.Tensor:
 
 
 def overlaps(
-    segments: list[tuple[OffloadPiece, ShardSegment]], start: int, rows: torch.Tensor
-) -> Iterator[tuple[OffloadPiece, ShardSegment, slice, slice]]:
-    """The segments that `rows`, from row `start` on, fall into: their rows, and the rows given."""
+    segments: list[tuple[OffloadPiece, ShardSegment]], offset: Sequence[int], rows: torch.Tensor
+) -> Iterator[tuple[OffloadPiece, ShardSegment, tuple[slice, ...], slice]]:
+    """The segments that `rows`, from `offset` on, fall into: the range of each, and the rows."""
+    start = offset[0]
     stop = start + len(rows)
+    others = window(offset, rows)[1:]
     for piece, segment in segments:
         low = max(start, segment.start)
         high = min(stop, segment.stop)
         if low < high:
-            target = slice(low - segment.start, high - segment.start)
+            target = (slice(low - segment.start, high - segment.start), *others)
             source = slice(low - start, high - start)
             yield piece, segment, target, source

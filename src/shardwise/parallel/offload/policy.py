@@ -51,13 +51,8 @@ def is_unsharded(run: Run, world: World) -> bool:
 
 
 def _allows_unsharded(run: Run) -> bool:
-    if (
-        run.parallel.zero == 3
-        or run.parallel.uses_model_parallelism
-        or run.offload.optimizer != "none"
-    ):
-        return False
-    return split_in(run)
+    alone = run.parallel.zero < 3 and run.offload.optimizer == "none"
+    return alone and split_in(run)
 
 
 def float8_gathers(run: Run, shard: int) -> Float8Gathers:
@@ -65,11 +60,8 @@ def float8_gathers(run: Run, shard: int) -> Float8Gathers:
     parallel = run.parallel
     if run.fp8.recipe != "tensorwise" or run.fp8.gather == "bf16" or shard == 1:
         return ""
-    if (
-        parallel.quantize_weights
-        or parallel.uses_model_parallelism
-        or run.offload.parameters != "none"
-    ):
+    # An fp8 weight that tensor parallelism cuts has a scale for each part: see FP8 in rules.py.
+    if parallel.quantize_weights or parallel.tensor > 1 or run.offload.parameters != "none":
         return ""
     return "by unit" if split_in(run) or run.offload.optimizer != "none" else "once"
 
@@ -218,7 +210,7 @@ def held_by_place(
             share = float(offload.ratio)
         else:
             states = "device" if run.device == "cpu" else "auto"  # see fitting_ratio
-    local = shard if run.ranks == "auto" else int(run.ranks)
+    local = shard * run.parallel.tensor if run.ranks == "auto" else int(run.ranks)
     extra = extra_bytes(run.parallel, shard, local, parameters, frozen_bytes, run.precision)
     moments = state_bytes(run.train) * sharded
     name = f"{run.train.optimizer}'s states"

@@ -30,9 +30,9 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from shardwise.core.compat.torch_private import is_view, register_pytree_node, tree_unflatten
 from shardwise.nn.models.build import find_blocks
 from shardwise.optim.shards import local_of
-from shardwise.parallel.zero.stages import own_gradient
 from shardwise.parallel.pipeline.cut import Arguments, Call, Cut, OutputShape, Place, SameShapeAs
 from shardwise.parallel.pipeline.schedule import Schedule
+from shardwise.parallel.zero.stages import own_gradient
 
 
 @dataclass(frozen=True)
@@ -187,6 +187,10 @@ class Stages:
                 foreign.append(block)
         self._drop(foreign)
         self._wrap()
+
+    def chunks_of(self, block: str) -> tuple[int, ...]:
+        """This rank's chunks that a block is in: it runs with them."""
+        return tuple(chunk for chunk in self.chunks if block in self.cut.blocks(chunk))
 
     @property
     def is_last(self) -> bool:

@@ -18,7 +18,7 @@ Neither the values nor the order of any sum change.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,11 +61,17 @@ def requested_comm(parallel: Parallel) -> CommSettings:
 
 
 def install_overlap(
-    sharded: ShardedModel, prefetch: int | None, reductions: bool, timed: bool
+    sharded: ShardedModel,
+    prefetch: int | None,
+    reductions: bool,
+    timed: bool,
+    part_of: Callable[[nn.Module], Any] = lambda module: None,
 ) -> bool:
     """Gathers `prefetch` units ahead; with `reductions`, defers those too on a CPU.
 
     `timed`: a timer is on, which on a CPU measures waits, so that nothing may overlap: False then.
+    `part_of`: the part of the model that a module runs with, of which alone units are gathered
+    ahead.
     """
     cpu = effective_device(sharded.device) == "cpu"
     if prefetch is None or sharded.mesh.size(1) == 1 or (timed and cpu):
@@ -80,10 +86,11 @@ def install_overlap(
             # It may run in backward, where its block is recomputed and later blocks are done.
             outer = outermost[index + 1 : stop]
             later = [u for u, o in zip(later, outer, strict=True) if o is outermost[index]]
-        unit.set_modules_to_forward_prefetch(later)
+        unit.set_modules_to_forward_prefetch(_within(unit, later, part_of))
     for index, unit in enumerate(backward):
+        later = _within(unit, backward[index + 1 : index + 1 + prefetch], part_of)
         # Without a list FSDP prefetches one unit; one that is gathered already counts as none.
-        unit.set_modules_to_backward_prefetch(backward[index + 1 : index + 1 + prefetch] or [unit])
+        unit.set_modules_to_backward_prefetch(later or [unit])
     # On a GPU an asynchronous gather is queued behind compute: right only without prefetch.
     for unit in forward:
         set_async_gather(unit, cpu or prefetch == 0)
@@ -93,6 +100,14 @@ def install_overlap(
             for group in parameter_groups(unit):
                 unit.set_custom_reduce_scatter(DeferredReduce(group, pending))
     return True
+
+
+def _within(
+    unit: FSDPModule, units: list[FSDPModule], part_of: Callable[[nn.Module], Any]
+) -> list[FSDPModule]:
+    """The units that run with the same part of the model."""
+    part = part_of(unit)  # type: ignore[arg-type]
+    return [other for other in units if part_of(other) == part]  # type: ignore[arg-type]
 
 
 class _PendingReductions:

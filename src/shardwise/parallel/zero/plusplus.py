@@ -7,18 +7,25 @@
                            several ranks each, 8 bits within a node and 4 for the node's sum
   error_feedback        adds what those 4 bits lost to the next reduction
 All act within a shard group. With hybrid sharding, the all-reduce between groups stays in fp32.
+
+[Note: shard groups beside axes] With tensor parallelism consecutive members of a shard group are
+`tensor` ranks apart, and those of experts `expert` ranks: a node has so many fewer of them.
+`hpz_size` counts members of the groups of all other weights. Experts, of which a rank has a share
+already, keep their second copy on the same node.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
+from dataclasses import dataclass
 from typing import Literal
 
 from torch.distributed.fsdp import FSDPModule
 
 from shardwise.config.schema import Parallel
 from shardwise.core.compat.torch_private import parameter_groups
-from shardwise.distributed.mesh import Hops, World, ranks_per_node, split_shards
+from shardwise.distributed.mesh import Hops, MeshLayout, World, ranks_per_node, split_shards
 from shardwise.parallel.zero.collectives import (
     GradientReduce,
     Int8Packing,
@@ -32,52 +39,85 @@ from shardwise.parallel.zero.stages import ShardedModel
 Float8Gathers = Literal["", "once", "by unit"]
 
 
+@dataclass(frozen=True)
+class NodeSizes:
+    """Members of a shard group: all, those that share a second copy, and those on a node."""
+
+    mesh: tuple[int, int, int, int]  # the layout's: its third axis shards
+    secondary: int | None  # None: no second copy
+    node: int  # 1 if two hops would gain nothing
+
+    @property
+    def shard(self) -> int:
+        """Members of a group."""
+        return self.mesh[2]
+
+
+def node_sizes(
+    parallel: Parallel, layout: MeshLayout, local: int, experts: bool = False
+) -> NodeSizes:
+    """Sizes for the groups that shard experts, or all other weights, with `local` ranks a host."""
+    mesh = layout.expert_mesh if experts else layout.dense_mesh
+    shard = mesh[2]
+    secondary = parallel.hpz_size
+    if secondary is not None and experts:
+        secondary = math.gcd(shard, max(1, secondary * layout.tensor // layout.expert))
+    if secondary == shard:  # with one node for the full group, every gather stays within it anyway
+        secondary = None
+    return NodeSizes(mesh, secondary, _node_of(shard, local, mesh[3]))
+
+
 def install_collectives(
     sharded: ShardedModel,
     parallel: Parallel,
     world: World,
     timeout: float,
     float8: Float8Gathers = "",
+    experts: Collection[object] = (),
 ) -> str:
     """Replaces the model's gathers and reductions as the settings say, and describes what changed.
 
     A collective.
 
-    `float8`: whether the weights of fp8 layers are gathered in fp8 (float8_gather.py).
+    `float8`: whether the weights of fp8 layers are gathered in fp8 (float8_gather.py). `experts`:
+    the units that are sharded over the experts' mesh.
     """
-    shard = world.mesh.size(1)
-    # With one node for the full group, every gather stays within it anyway.
-    secondary = None if parallel.hpz_size == shard else parallel.hpz_size
     quantized = parallel.quantize_weights or parallel.quantize_gradients
-    if shard == 1 or not (secondary or quantized or float8):
+    if not (parallel.hpz_size or quantized or float8):
         return ""
-    units = _distinct_units(sharded)
-    hops: dict[int, Hops] = {}
-
-    def hops_of(size: int) -> Hops:
-        if size not in hops:
-            hops[size] = split_shards(world.mesh, size, timeout)
-        return hops[size]
-
+    layout = world.layout
+    local = ranks_per_node(world.control) if parallel.quantize_gradients else 1
+    dense = of_experts = node_sizes(parallel, layout, local)
+    if layout.expert > 1:  # the same on every rank: a stage may have none
+        of_experts = node_sizes(parallel, layout, local, experts=True)
+    hops: dict[tuple[NodeSizes, int], Hops] = {}
+    for sizes in dict.fromkeys((dense, of_experts)):
+        for size in dict.fromkeys((sizes.secondary, sizes.node)):
+            if size is not None and (size > 1 or size == sizes.secondary):
+                hops[sizes, size] = split_shards(sizes.mesh, size, world.device, timeout)
+    units: dict[FSDPModule, NodeSizes] = {}
+    for unit in _distinct_units(sharded):
+        sizes = of_experts if unit in experts else dense
+        if sizes.shard > 1:
+            units[unit] = sizes
     packings: dict[FSDPModule, WirePacking] = {}
     if parallel.quantize_weights:
         packings = dict.fromkeys(units, Int8Packing())
     elif float8:
-        packings = pack_float8(sharded, units, by_unit=float8 == "by unit")
-    for unit in units:
-        if secondary or unit in packings:
-            gather = WeightGather(packings.get(unit), hops_of(secondary) if secondary else None)
+        packings = pack_float8(sharded, list(units), by_unit=float8 == "by unit")
+    for unit, sizes in units.items():
+        if sizes.secondary is not None or unit in packings:
+            across = None if sizes.secondary is None else hops[sizes, sizes.secondary]
+            gather = WeightGather(packings.get(unit), across)
             unit.set_custom_all_gather(gather)
             sharded.on_update.append(gather.forget)
-    node = 1
     if parallel.quantize_gradients:
-        node = ranks_per_node(shard, world.control)
         feedback = parallel.error_feedback is not False
-        for unit in units:
-            reduce = GradientReduce(hops_of(node) if 1 < node < shard else None, feedback)
+        for unit, sizes in units.items():
+            reduce = GradientReduce(hops.get((sizes, sizes.node)), feedback)
             unit.set_custom_reduce_scatter(reduce)
             sharded.on_save.append(reduce.forget)
-    notes = describe_collectives(parallel, shard, node, float8 if packings else "")
+    notes = describe_collectives(parallel, dense.shard, local, float8 if packings else "")
     return notes.removeprefix("; ")
 
 
@@ -118,7 +158,7 @@ def describe_collectives(
         notes.append("gathers the weights of fp8 layers as fp8")
     if parallel.quantize_gradients and shard > 1:
         note = "reduces in 4 bits"
-        if _node_of(shard, local) > 1:
+        if _node_of(shard, local, parallel.tensor) > 1:
             note += " between nodes, 8 within"
         if parallel.error_feedback is not False:
             note += ", adding what rounding lost"
@@ -151,11 +191,15 @@ def extra_bytes(
             size = size / working
         result["hpZ's second copy"] = size / parallel.hpz_size
     if parallel.quantize_gradients and parallel.error_feedback is not False and shard > 1:
-        result["qgZ's lost roundings"] = 2 * parameters / _node_of(shard, local)
+        node = _node_of(shard, local, parallel.tensor)
+        result["qgZ's lost roundings"] = 2 * parameters / node
     return result
 
 
-def _node_of(shard: int, local: int) -> int:
-    """Ranks of a node that reduce first; 1 for a single hop (one node, or one rank per node)."""
-    node = math.gcd(shard, local)
+def _node_of(shard: int, local: int, apart: int) -> int:
+    """Members of a group on a node that reduce first, with one in every `apart` ranks a member.
+
+    1 for a single hop: one node, or one member per node.
+    """
+    node = math.gcd(shard, local // apart if local % apart == 0 else 1)
     return node if node < shard else 1

@@ -42,7 +42,7 @@ from shardwise.nn.models.build import evaluating
 from shardwise.observe.breakdown import OFF, Timer
 from shardwise.optim.norms import norm_of
 from shardwise.optim.shards import local_of
-from shardwise.parallel.zero.units import choose_units
+from shardwise.parallel.zero.units import choose_units, list_of
 
 if TYPE_CHECKING:
     from shardwise.distributed.mesh import World
@@ -207,13 +207,16 @@ class ShardOptions:
     """How blocks are grouped into units, and what their gradients are summed in.
 
     Without a `bucket` (bytes of the largest buffer), `together` blocks make a unit. `unsharded`:
-    the only rank trains the weights that it computes with.
+    the only rank trains the weights that it computes with. Modules that are `whole` are not split,
+    and blocks are joined if `group_of` gives their names the same answer.
     """
 
     bucket: int | None = None
     together: int = 1
     unsharded: bool = False
     reduce: str = "fp32"
+    whole: frozenset[nn.Module] = frozenset()
+    group_of: Callable[[str], Any] = list_of
 
 
 def shard_model(
@@ -231,7 +234,20 @@ def shard_model(
     plain = set(model.parameters()) if options.unsharded else unmanaged(model, stage, precision)
     settings = _fsdp_settings(mesh, stage, precision, options.reduce)
     shards = mesh.size(1)
-    for unit in choose_units(model, blocks, options.bucket, shards, plain, options.together):
+    taken = set(plain)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            taken.update(module.parameters())
+    for unit in choose_units(
+        model,
+        blocks,
+        options.bucket,
+        shards,
+        taken,
+        options.together,
+        options.whole,
+        options.group_of,
+    ):
         modules: Any = list(unit.modules) if len(unit.modules) > 1 else unit.modules[0]
         fully_shard(modules, ignored_params=plain, **settings)
 

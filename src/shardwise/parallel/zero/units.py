@@ -12,15 +12,17 @@ be split and is a unit of its own. Neighbouring blocks that fit into one bucket 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
+from typing import Any
 
 from torch import nn
 
 from shardwise.core.errors import UserError
 from shardwise.nn.models.build import children_of
+from shardwise.optim.shards import local_of
 
 REDUCE_BYTES = 4  # as in fp32, whatever the compute type and `parallel.reduce_dtype`
 
@@ -34,6 +36,11 @@ class FSDPUnit:
     bytes: int
 
 
+def list_of(name: str) -> str:
+    """The module list that a block is in."""
+    return name.rpartition(".")[0]
+
+
 def choose_units(
     model: nn.Module,
     blocks: list[tuple[str, nn.Module]],
@@ -41,22 +48,25 @@ def choose_units(
     shard: int = 1,
     unmanaged: Collection[nn.Parameter] = (),
     together: int = 1,
+    whole: Collection[nn.Module] = (),
+    group_of: Callable[[str], Any] = list_of,
 ) -> list[FSDPUnit]:
     """The units in the order in which they must be sharded, the model itself last.
 
-    Without a bucket, `together` is how many neighbouring blocks make a unit.
+    Without a bucket, `together` is how many neighbouring blocks make a unit. Modules that are
+    `whole` are never split. Only blocks of one group are joined.
     """
-    parts = _Parts(model, shard, unmanaged)
+    parts = _Parts(model, shard, unmanaged, whole)
     units: list[FSDPUnit] = []
     if bucket is None:
-        for neighbours in _neighbours(blocks, together):
+        for neighbours in _neighbours(blocks, together, group_of):
             units.append(parts.take(neighbours))
         return [*units, parts.take([("", model)])]
     joined: list[tuple[str, nn.Module]] = []
     for name, block in blocks:
         if joined:
             modules = [block, *(module for _, module in joined)]
-            if _list_of(name) != _list_of(joined[0][0]) or parts.bytes_of(modules) > bucket:
+            if group_of(name) != group_of(joined[0][0]) or parts.bytes_of(modules) > bucket:
                 units.append(parts.take(joined))
                 joined = []
         if parts.bytes_of([block]) <= bucket:
@@ -71,16 +81,11 @@ def choose_units(
     return [*units, parts.take([("", model)])]
 
 
-def _list_of(name: str) -> str:
-    """The module list that a block is in."""
-    return name.rpartition(".")[0]
-
-
 def _neighbours(
-    blocks: list[tuple[str, nn.Module]], size: int
+    blocks: list[tuple[str, nn.Module]], size: int, group_of: Callable[[str], Any]
 ) -> Iterator[list[tuple[str, nn.Module]]]:
-    """Blocks that follow one another in one list, `size` at a time."""
-    for _, group in groupby(blocks, key=lambda block: _list_of(block[0])):
+    """Blocks that follow one another in one group, `size` at a time."""
+    for _, group in groupby(blocks, key=lambda block: group_of(block[0])):
         neighbours = list(group)
         for start in range(0, len(neighbours), size):
             yield neighbours[start : start + size]
@@ -119,8 +124,15 @@ def explain_shard_access(bucket: int | None) -> Iterator[None]:
 class _Parts:
     """The parameters that no unit has taken yet, and their sizes."""
 
-    def __init__(self, model: nn.Module, shard: int, unmanaged: Collection[nn.Parameter]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        shard: int,
+        unmanaged: Collection[nn.Parameter],
+        whole: Collection[nn.Module],
+    ) -> None:
         self._shard = shard
+        self.whole = whole
         self._taken = {id(p) for p in unmanaged}
         owners: dict[int, int] = {}
         for module in model.modules():
@@ -159,8 +171,9 @@ class _Parts:
     def _padded(self, parameter: nn.Parameter) -> int:
         if parameter.ndim == 0:
             return self._shard
-        rows = parameter.shape[0]
-        return parameter.numel() // max(1, rows) * (-(-rows // self._shard) * self._shard)
+        local = local_of(parameter)  # of a weight that other axes divide
+        rows = local.shape[0]
+        return local.numel() // max(1, rows) * (-(-rows // self._shard) * self._shard)
 
 
 def _split(parts: _Parts, name: str, module: nn.Module, bucket: int) -> list[FSDPUnit]:
@@ -169,7 +182,7 @@ def _split(parts: _Parts, name: str, module: nn.Module, bucket: int) -> list[FSD
     stuck: set[nn.Module] = set()
     while (size := parts.bytes_of([module])) > bucket:
         children = []
-        for key, child in children_of(name, module):
+        for key, child in () if module in parts.whole else children_of(name, module):
             if parts.free(child) and child not in stuck:
                 children.append((key, child))
         if not children:
