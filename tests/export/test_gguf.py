@@ -25,7 +25,7 @@ from transformers import AutoConfig
 from shardwise.checkpoint.hf import ExportOptions
 from shardwise.config.schema import Model
 from shardwise.core.errors import UserError
-from shardwise.export import gguf_file, readers
+from shardwise.export import gguf_compat, gguf_file
 from shardwise.export.check import BOUNDS, Comparison, Mismatch, compare, load_folder
 from shardwise.export.command import export_gguf
 from shardwise.export.families import FAMILIES, WINDOWLESS, Family, family_of
@@ -90,14 +90,14 @@ def test_llama_cpp_itself_is_asked_where_it_is_there(
 ) -> None:
     reference, file = written(models, "llama-biased", "f32")
     package = SimpleNamespace(__version__="1.2.3", Llama=lambda *_, **__: FakeLlama(reference, off))
-    monkeypatch.setattr(readers, "find_spec", lambda _: True)
-    monkeypatch.setattr(readers, "import_module", lambda _: package)
+    monkeypatch.setattr(gguf_compat, "find_spec", lambda _: True)
+    monkeypatch.setattr(gguf_compat, "import_module", lambda _: package)
     itself = judge(reference, file, IDS, "f32", None)[0]
     assert itself.reader == "llama.cpp (llama-cpp-python 1.2.3)" and itself.reads is reads, itself.line
 
 
 def test_the_reasons(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(readers, "find_spec", lambda _: None)
+    monkeypatch.setattr(gguf_compat, "find_spec", lambda _: None)
     reference, file = written(models, "llama-biased", "f32")
     llama, plain = judge(reference, file, IDS, "f32", None)
     assert "it reads all 51 tensors" in llama.why

@@ -824,6 +824,7 @@ def bench(
     "shardwise bench train run.yaml",
     "shardwise bench train run.yaml compile=true train.micro_batch_size=4",
     "shardwise bench train run.yaml ranks=2 parallel.zero=3 --steps 20 --json",
+    "shardwise bench train run.yaml --nodes 16 --gpus 8   # this GPU as rank 0 of 128: kernels, host, memory",
 ))  # fmt: skip
 def bench_train(
     run_file: RunFile,
@@ -832,14 +833,25 @@ def bench_train(
     documents: Annotated[int, typer.Option(min=1, help="Documents in each packed row.")] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
     trace: Annotated[Path | None, typer.Option(help="A folder for each rank's trace (JSON) of one step.")] = None,
+    nodes: Annotated[
+        int | None, typer.Option(min=1, help="Take one rank's part of a run on so many nodes; see --gpus.")
+    ] = None,
+    gpus: Annotated[
+        int | None, typer.Option(min=1, help="GPUs (or CPU processes) per node of that run; only one need be here.")
+    ] = None,
+    rank: Annotated[int, typer.Option(min=0, help="Which rank of it; the first of the last stage is slowest.")] = 0,
 ) -> None:
     """A run's tokens/s and MFU on this machine, what its step is made of, and what would make it faster.
 
-    Takes steps of the run's own code on its own model with random values: neither weights nor data are read.
+    Takes steps of the run's own code on its own model with random values: neither weights nor data are read. With
+    --nodes or --gpus, one rank of a larger run on one device: its collectives return at once.
     """
     from shardwise.foresight.bench.train import run_bench
 
-    run_bench(run_file, overrides or [], steps, documents, as_json, trace)
+    world = None if nodes is None and gpus is None else (nodes or 1, gpus or 1, rank)
+    if world is None and rank:
+        raise UserError("--rank", rank, "is one of a larger run's", "add e.g. --nodes 2 --gpus 8")
+    run_bench(run_file, overrides or [], steps, documents, as_json, trace, world)
 
 
 @app.command(epilog=_examples("shardwise doctor", "shardwise doctor --json"))

@@ -84,6 +84,7 @@ def write_example(path: Path) -> None:
     if path.exists():
         raise UserError("--write", str(path), "exists already", "choose another name")
     pairs = path.with_name("pairs.jsonl")
+    path.parent.mkdir(parents=True, exist_ok=True)
     if not pairs.exists():
         pairs.write_bytes((files("shardwise.demo") / "pairs.jsonl").read_bytes())
     path.write_text(RUN.format(name=path, pairs=pairs, epochs=EPOCHS, ranks=1, output="out/run", save=20))

@@ -27,6 +27,8 @@ class Speed:
     rank: int  # the slowest one
     profile: StepProfile
     told: list[str] = field(default_factory=list)  # settings chosen by measurement at the start
+    host: float = 0.0  # CPU seconds of the process per step
+    simulated: bool = False  # one rank alone, whose collectives return at once
 
     @property
     def tokens_per_second(self) -> float:

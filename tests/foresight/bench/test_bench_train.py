@@ -167,6 +167,25 @@ def test_the_command(ranks: int, tmp_path: Path, capsys: pytest.CaptureFixture[s
         assert {"gloo:all_gather", "gloo:all_reduce"} <= {event.get("name") for event in events}
 
 
+AXES = ["parallel.tensor=2", "parallel.context=2", "parallel.pipeline=2", "parallel.expert=2", "parallel.zero=3"]
+
+
+def test_one_rank_of_a_world(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A later stage of a pipeline, which must know what reaches it, on all five axes."""
+    run = {"model": {"config": config_of("qwen3_moe") | {"num_hidden_layers": 4}, "tokenizer": "none"},
+           "data": {"train": "none", "sequence_length": 64}, "train": {"batch_size": 16, "micro_batch_size": 2},
+           "device": "cpu", "precision": "fp32"}  # fmt: skip
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(run))
+    words = ["--nodes", "4", "--gpus", "8", "--rank", "29", "--steps", "1", "--json"]
+    with pytest.raises(SystemExit) as left:
+        main(["bench", "train", str(tmp_path / "run.yaml"), *AXES, *words])
+    assert not left.value.code
+    found = json.loads(capsys.readouterr().out)
+    assert found["simulated"] and found["ranks"] == 32 and found["rank"] == 29
+    assert found["tokens"] == 16 * 64 and found["host"] > 0
+    assert found["profile"]["kinds"]["products"] > 0
+
+
 def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     run = {"model": {"config": LLAMA, "tokenizer": "none"}, "data": {"train": "none", "sequence_length": 64},
            "train": {"batch_size": 4}, "device": "cpu"}  # fmt: skip
@@ -176,7 +195,12 @@ def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatc
         main(["bench", "train", str(tmp_path / "run.yaml")])
     assert left.value.code == 2 and "without torchrun" in capsys.readouterr().err
     monkeypatch.delenv("WORLD_SIZE")
-    for words, told in ((["--documents", "7"], "cannot be divided"), (["objective=dpo"], "only causal")):
+    for words, told in (
+        (["--documents", "7"], "cannot be divided"),
+        (["objective=dpo"], "only causal"),
+        (["--rank", "1"], "is one of a larger run's"),
+        (["--nodes", "2", "--gpus", "4", "--rank", "8"], "there are 8 ranks"),
+    ):
         with pytest.raises(SystemExit) as left:
             main(["bench", "train", str(tmp_path / "run.yaml"), *words])
         assert left.value.code == 2 and told in capsys.readouterr().err

@@ -2,18 +2,24 @@
 
 The run's own code takes its steps on its own model, with random weights and full rows of random tokens: neither weights
 nor data are read. On several ranks of this machine each takes its part.
+
+[Note: one rank of a world] With `--nodes` and `--gpus` this process is one rank of that many, whose collectives return
+at once: real kernels, real memory, real work of the host, no network. What arrives from other ranks is whatever lies in
+the buffers, so that losses mean nothing. A pipeline's later stages need to know what reaches them: the stages before
+them are rehearsed first, on tensors without memory.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import pickle
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +27,17 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
-from shardwise.config.load import load_run
+from shardwise.config.load import LoadedRun, load_run
 from shardwise.config.resolve import this_machine
 from shardwise.config.schema import Run
 from shardwise.core.errors import Interrupted, RunFailed, UserError
 from shardwise.core.hardware.flops import flops_per_token, peak_flops
+from shardwise.distributed.mesh import World, init_world
 from shardwise.foresight.rehearse.batch import check_division
+from shardwise.foresight.rehearse.step import Alike, rehearse
+from shardwise.foresight.rehearse.subprocess import run_isolated
 from shardwise.foresight.rehearse.target import Target, aim_at
+from shardwise.foresight.rehearse.world import fake_world
 from shardwise.foresight.verify.ranks import first_failure, heeding_interrupts, stopped_by_sigterm
 from shardwise.foresight.verify.ranks import ranks as started
 from shardwise.observe.profile import StepProfile, profile_step
@@ -36,10 +46,28 @@ from shardwise.observe.profile_advice import Speed, advise, show_profile
 WARM_UP = 3
 
 
+@dataclass(frozen=True)
+class SimulatedRank:
+    """One rank of a world of which it alone is here; `known`: a file with what reaches its pipeline stage, or none."""
+
+    rank: int
+    ranks: int
+    known: str | None = None
+
+
 def run_bench(
-    file: Path, overrides: list[str], steps: int, documents: int, as_json: bool, trace: Path | None = None
+    file: Path,
+    overrides: list[str],
+    steps: int,
+    documents: int,
+    as_json: bool,
+    trace: Path | None = None,
+    world: tuple[int, int, int] | None = None,
 ) -> None:
-    """Measures and prints; each rank's trace of one step is written to the folder `trace`."""
+    """Measures and prints; each rank's trace of one step is written to the folder `trace`.
+
+    `world`: nodes, GPUs per node and the rank to be, if this process stands for one rank of them.
+    """
     if "WORLD_SIZE" in os.environ:
         problem = "this command starts the ranks of one machine itself"
         raise UserError("WORLD_SIZE", os.environ["WORLD_SIZE"], problem, "run it without torchrun")
@@ -47,11 +75,11 @@ def run_bench(
     status = Console(highlight=False, stderr=True)
     try:
         with heeding_interrupts() as check, status.status("finding the model") as spinner:
-            target = aim_at(load_run(file, overrides), this_machine())
+            target, simulated = _aim(load_run(file, overrides), world)
             check_division(target.run, documents)
             if not status.is_terminal:
                 status.print(f"{WARM_UP + steps + 1} steps of {target.source.label}")
-            speed = measure(target, steps, documents, spinner.update, check, trace)
+            speed = measure(target, steps, documents, spinner.update, check, trace, simulated)
     except KeyboardInterrupt:
         raise Interrupted("interrupted: nothing was measured", 130) from None
     advice = advise(target.run, speed)
@@ -69,8 +97,12 @@ def measure(
     say: Callable[[str], None] = lambda _: None,
     check: Callable[[], None] = lambda: None,
     trace: Path | None = None,
+    simulated: SimulatedRank | None = None,
 ) -> Speed:
-    """Starts the run's ranks on this machine, takes the steps, and returns the speed."""
+    """Starts the run's ranks on this machine, takes the steps, and returns the speed.
+
+    With `simulated` that is one process, which stands for one rank of the run (see the note above).
+    """
     run = target.run
     stopping = stopped_by_sigterm("nothing was measured")
     with tempfile.TemporaryDirectory(prefix="shardwise-bench-") as name, stopping:
@@ -79,8 +111,11 @@ def measure(
         rendezvous = {"device": run.device, "timeout": run.timeout, "backend": run.backend}
         (folder / "ranks").mkdir()
         (folder / "ranks" / "meet.json").write_text(json.dumps(rendezvous))
-        work = {"kind": "bench", "run": values, "steps": steps, "documents": documents, "ranks": target.ranks}
+        ranks = target.ranks if simulated is None else 1
+        work = {"kind": "bench", "run": values, "steps": steps, "documents": documents, "ranks": ranks}
         work["progress"] = str(folder / "progress")
+        if simulated is not None:
+            work["simulated"] = asdict(_with_boundaries(target, simulated, folder, documents, say))
         if trace is not None:
             work["trace"] = str(_folder_for(trace))
         with (
@@ -99,9 +134,44 @@ def measure(
     capacity = slowest["room"]
     profile = StepProfile(**slowest["profile"] | {"largest": [tuple(line) for line in slowest["profile"]["largest"]]})
     lines = results[0]["told"]
+    if simulated is not None:
+        rank = simulated.rank
     return Speed(
-        slowest["seconds"], tokens, mfu, memory, capacity, slowest["device"], target.ranks, rank, profile, lines
-    )
+        slowest["seconds"], tokens, mfu, memory, capacity, slowest["device"], target.ranks, rank, profile, lines,
+        slowest["host"], simulated is not None,
+    )  # fmt: skip
+
+
+def _aim(loaded: LoadedRun, world: tuple[int, int, int] | None) -> tuple[Target, SimulatedRank | None]:
+    """The run on this machine, or as one rank of a world."""
+    machine = this_machine()
+    if world is None:
+        return aim_at(loaded, machine), None
+    nodes, gpus, rank = world
+    ranks = nodes * gpus
+    if rank >= ranks:
+        raise UserError("--rank", rank, f"there are {ranks} ranks", f"give one from 0 to {ranks - 1}")
+    return aim_at(loaded, replace(machine, ranks=ranks)), SimulatedRank(rank, ranks)
+
+
+def _with_boundaries(
+    target: Target, simulated: SimulatedRank, folder: Path, documents: int, say: Callable[[str], None]
+) -> SimulatedRank:
+    """Rehearses the first pipeline stage for a rank of a later one, which must know what reaches it."""
+    stages = target.run.parallel.pipeline
+    if simulated.rank < target.ranks // stages:
+        return simulated
+    say("rehearsing the first pipeline stage")
+    known = run_isolated(_boundaries, target, documents)
+    file = folder / "known"
+    file.write_bytes(pickle.dumps(known))
+    return replace(simulated, known=str(file))
+
+
+def _boundaries(target: Target, documents: int) -> dict[Any, Any]:
+    known = Alike()
+    rehearse(target.source, target.run, 0, target.ranks, documents=documents, known=known)
+    return dict(known)
 
 
 def _folder_for(trace: Path) -> Path:
@@ -138,8 +208,16 @@ def _progress(file: Path, target: Target, steps: int, say: Callable[[str], None]
 
 def bench_rank(work: dict[str, Any]) -> dict[str, Any]:
     """One rank's part, in its own process."""
+    if "simulated" not in work:
+        return _bench_rank(work, init_world(Run.model_validate(work["run"])), None)
+    simulated = SimulatedRank(**work["simulated"])
+    run = Run.model_validate(work["run"])
+    with fake_world(run, simulated.rank, simulated.ranks, run.device) as world:
+        return _bench_rank(work, world, simulated)
+
+
+def _bench_rank(work: dict[str, Any], world: World, simulated: SimulatedRank | None) -> dict[str, Any]:
     from shardwise.config.resolve import Resolution, task_wanted
-    from shardwise.distributed.mesh import init_world
     from shardwise.foresight.plan.models import find_config
     from shardwise.foresight.rehearse.batch import step_batch
     from shardwise.foresight.rehearse.step import set_up
@@ -149,15 +227,16 @@ def bench_rank(work: dict[str, Any]) -> dict[str, Any]:
     run = Run.model_validate(work["run"])
     lines: list[str] = []
     source = settle_attention(Resolution(run), find_config(run.model, task_wanted(run)), lines.append)
-    world = init_world(run)
     parts, _ = set_up(source, run, world, None, lines.append)
     give_values(parts.sharded.model)
+    if simulated is not None and simulated.known is not None:
+        parts.context.pipeline._known = Alike(pickle.loads(Path(simulated.known).read_bytes()))
     count = max(1, run.train.batch_size // world.layout.data // int(run.train.micro_batch_size))
     batch = step_batch(run, count, work["documents"])
     for micro in batch.micro_batches[:1]:
         micro.input_ids.random_(0, source.config.get_text_config().vocab_size)
 
-    progress = Path(work["progress"]) if world.is_main else None
+    progress = Path(work["progress"]) if world.is_main or simulated is not None else None
 
     def step() -> None:
         if progress is not None:
@@ -176,16 +255,18 @@ def bench_rank(work: dict[str, Any]) -> dict[str, Any]:
     if cuda:
         torch.cuda.reset_peak_memory_stats(world.device)
     started = time.perf_counter()
+    busy = time.process_time()
     for _ in range(work["steps"]):
         step()
         parts.update()
+    host = (time.process_time() - busy) / work["steps"]
     wait()
     seconds = (time.perf_counter() - started) / work["steps"]
     trace = Path(work["trace"]) / f"rank-{world.rank}.json" if "trace" in work else None
     profile = profile_step(step, lambda: parts.update() and None, world.device, trace)
     return {
         "told": [line for line in lines if line.startswith("communication:")],
-        "seconds": seconds, "profile": asdict(profile),
+        "seconds": seconds, "host": host, "profile": asdict(profile),
         "flops": _flops_per_token(source, run, parts.sharded.embedding_only_numel),
         "memory": torch.cuda.max_memory_allocated(world.device) if cuda else None,
         "room": torch.cuda.get_device_properties(world.device).total_memory if cuda else None,
@@ -230,9 +311,17 @@ def show(target: Target, speed: Speed, documents: int, advice: list[str], consol
         f"{run.data.sequence_length:,} tokens{f' ({documents} documents each)' if documents > 1 else ''} a step, "
         f"{run.computes_in}"
     )
+    if speed.simulated:
+        console.print(
+            f"this process as rank {speed.rank} of {speed.ranks}; collectives return at once: no network time"
+        )
     mfu = f", MFU {speed.mfu:.1%}" if speed.mfu is not None else " (MFU and memory: on GPUs)" * (speed.device == "CPU")
     memory = f", peak {speed.memory / 2**30:.1f} of {speed.room / 2**30:.1f} GiB" if speed.memory and speed.room else ""
-    console.print(
-        f"[bold]{speed.tokens_per_second:,.0f} tokens/s[/bold], {speed.seconds * 1e3:,.1f} ms a step{mfu}{memory}"
-    )
+    pace = f"[bold]{speed.tokens_per_second:,.0f} tokens/s[/bold]"
+    if speed.simulated:
+        pace = f"{pace} of all {speed.ranks} ranks at this pace"
+    console.print(f"{pace}, {speed.seconds * 1e3:,.1f} ms a step{mfu}{memory}")
+    if speed.device != "CPU":
+        kernels = speed.profile.whole - speed.profile.idle
+        console.print(f"kernels {kernels * 1e3:,.1f} ms, host {speed.host * 1e3:,.1f} ms of the step")
     show_profile(speed, advice, console)

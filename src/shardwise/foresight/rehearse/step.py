@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from shardwise.config.schema import Run
 from shardwise.core.compat.torch_private import FakeTensorMode, unset_fake_temporarily
@@ -140,7 +141,8 @@ def set_up(
                     if buffer is not None and fake is not None:
                         module._buffers[name] = fake.from_tensor(buffer)
 
-    choose = None if fake is not None else partial(tune, run, world, say=say)
+    alone = dist.get_backend() == "fake"  # a network that is not there cannot be measured
+    choose = None if alone else partial(tune, run, world, say=say)
     sharded, context = build_model(job, world, materialise=allocate, choose=choose)
     asked = UnshardedModel(context.tiny if context.tiny is not None else tiny_case(source).model().float())
     with acting("cpu"):

@@ -26,18 +26,22 @@ class Balance:
     mean: float
 
 
-@torch.library.custom_op("shardwise::count_choices", mutates_args={"counts"})
-def _count_choices(counts: torch.Tensor, chosen: torch.Tensor, real: torch.Tensor) -> None:
-    """Counts how often `real` tokens chose each expert; an operator, to break no compiled graph."""
+@torch.library.custom_op("shardwise::count_choices", mutates_args=())
+def _count_choices(chosen: torch.Tensor, real: torch.Tensor, experts: int) -> torch.Tensor:
+    """How often `real` tokens chose each expert, 0 in a block's recomputation; an operator, to break no graph.
+
+    It does not add to the counts itself: operators that write to their arguments cannot be rehearsed when compiled.
+    """
+    counts = torch.zeros(experts, dtype=torch.int64, device=chosen.device)
     if in_backward():  # the forward of a recomputed block
-        return
-    counted = ((chosen < len(counts)) & real[:, None]).to(counts.dtype)
-    counts.scatter_add_(0, chosen.clamp(max=len(counts) - 1).flatten(), counted.flatten())
+        return counts
+    counted = ((chosen < experts) & real[:, None]).to(counts.dtype)
+    return counts.scatter_add_(0, chosen.clamp(max=experts - 1).flatten(), counted.flatten())
 
 
 @_count_choices.register_fake
-def _(counts: torch.Tensor, chosen: torch.Tensor, real: torch.Tensor) -> None:
-    return None
+def _(chosen: torch.Tensor, real: torch.Tensor, experts: int) -> torch.Tensor:
+    return chosen.new_empty(experts, dtype=torch.int64)
 
 
 class ExpertLoads:
@@ -111,6 +115,6 @@ class ExpertLoads:
             real = None if self.tokens is None else self.tokens.real
             if real is None:
                 real = torch.ones_like(chosen[:, 0], dtype=torch.bool)
-            _count_choices(counts, chosen, real)
+            counts.add_(_count_choices(chosen, real, len(counts)))
 
         return count

@@ -58,7 +58,7 @@ def make_links(
             descriptions = description_group
         for members in sorted(set(sums)):
             sum_group = dist.new_group([ranks[i] for i in members], backend=backend)
-            if ranks == own_ranks:
+            if ranks == own_ranks and dist.get_rank(group) in members:
                 own_sums[members] = sum_group
     assert tensors is not None and descriptions is not None
     connect([tensors, *own_sums.values()], device, neighbours=True)
