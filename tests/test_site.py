@@ -19,7 +19,7 @@ def test_it_builds(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     config = (tmp_path / "pages/config.html").read_text()
     assert all(f">{written(name)}<" in config for name in Run.model_fields), "every key of RUN.yaml"
-    commands = re.sub("<[^>]+>", "", (tmp_path / "pages/commands.html").read_text())  # colours of the code
+    commands = re.sub("<[^>]+>", "", (tmp_path / "pages/options.html").read_text())  # colours of the code
     assert "shardwise train run.yaml" in commands and "Start it even if it is not foreseen to fit." in commands
     for page in tmp_path.rglob("*.html"):
         assert not re.search(r"<(script|link)[^>]+(src|href)=.https?://", page.read_text()), "nothing from the network"

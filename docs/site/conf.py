@@ -29,4 +29,4 @@ def setup(app: object) -> None:
         shutil.copy(page, pages)
     shutil.copytree(HERE.parent / "pictures", pages / "pictures")
     (pages / "config.md").write_text(reference.config_page())
-    (pages / "commands.md").write_text(reference.commands_page())
+    (pages / "options.md").write_text(reference.commands_page())

@@ -81,7 +81,7 @@ def commands_page() -> str:
     from shardwise.cli.main import app
 
     group: Any = typer.main.get_command(app)
-    lines = ["# Commands", "", "Written from the code: what `--help` shows.", ""]
+    lines = ["# Options of every command", "", "Written from the code: what `--help` shows.", ""]
     for path, command in _commands(group, "shardwise"):
         if command.hidden:
             continue

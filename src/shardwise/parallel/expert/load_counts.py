@@ -28,9 +28,9 @@ class Balance:
 
 @torch.library.custom_op("shardwise::count_choices", mutates_args=())
 def _count_choices(chosen: torch.Tensor, real: torch.Tensor, experts: int) -> torch.Tensor:
-    """How often `real` tokens chose each expert, 0 in a block's recomputation; an operator, to break no graph.
+    """How often `real` tokens chose each expert; 0 in recomputation. An operator: no graph breaks.
 
-    It does not add to the counts itself: operators that write to their arguments cannot be rehearsed when compiled.
+    It adds to nothing itself: compiled operators that write to their arguments cannot be rehearsed.
     """
     counts = torch.zeros(experts, dtype=torch.int64, device=chosen.device)
     if in_backward():  # the forward of a recomputed block
