@@ -183,9 +183,10 @@ def loads_counted_again() -> None:
     """What backward computes again is counted again."""
     from shardwise.parallel.expert import load_counts as expert_loads
 
-    def count(counts: torch.Tensor, chosen: torch.Tensor, real: torch.Tensor) -> None:
-        asked = ((chosen < len(counts)) & real[:, None]).to(counts.dtype)
-        counts.scatter_add_(0, chosen.clamp(max=len(counts) - 1).flatten(), asked.flatten())
+    def count(chosen: torch.Tensor, real: torch.Tensor, experts: int) -> torch.Tensor:
+        asked = ((chosen < experts) & real[:, None]).long()
+        counts = torch.zeros(experts, dtype=torch.int64)
+        return counts.scatter_add_(0, chosen.clamp(max=experts - 1).flatten(), asked.flatten())
 
     expert_loads._count_choices = count  # type: ignore[assignment]
 

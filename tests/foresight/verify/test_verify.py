@@ -170,7 +170,7 @@ def test_mistakes_get_one_message(shared: Path, tmp_path: Path) -> None:
         command.verify(file, options=command.VerifyOptions(keep=file))
     for changes, named in (
         ({"parallel__tensor": 3, "ranks": 3, "train__batch_size": 6}, "parallel.tensor.*attention heads"),
-        ({"parallel__tensor": 2, "ranks": 2, "offload": {"optimizer": "cpu"}}, "offload.optimizer.*ZeRO alone"),
+        ({"ranks": 2, "parallel__zero": 2, "offload": {"optimizer": "cpu", "parameters": "cpu"}}, "parallel.zero: 3"),
         ({"ranks": 64}, "train.batch_size.*cannot be divided among 64 ranks"),
     ):
         with pytest.raises(UserError, match=named):  # as `shardwise train` would, before anything is computed

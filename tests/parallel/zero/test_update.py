@@ -68,6 +68,7 @@ def test_what_is_being_saved_is_waited_for_before_anything_changes(eager: float)
     sharded: Any = SimpleNamespace(
         parameters=dict(model.named_parameters()), last=True, replication_factors=None, device=torch.device("cpu"),
         clip=lambda _: torch.tensor(1.0), updated=lambda: None, mesh={"shard": SimpleNamespace(size=lambda: 1)},
+        complete_late=(), norm_of_squares=lambda _: torch.tensor(1.0),
     )  # fmt: skip
 
     def settle() -> None:

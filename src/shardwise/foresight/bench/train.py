@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import os
-import pickle
 import tempfile
 import threading
 import time
@@ -40,6 +39,7 @@ from shardwise.foresight.rehearse.target import Target, aim_at
 from shardwise.foresight.rehearse.world import fake_world
 from shardwise.foresight.verify.ranks import first_failure, heeding_interrupts, stopped_by_sigterm
 from shardwise.foresight.verify.ranks import ranks as started
+from shardwise.nn.models.source import ModelSource
 from shardwise.observe.profile import StepProfile, profile_step
 from shardwise.observe.profile_advice import Speed, advise, show_profile
 
@@ -48,11 +48,10 @@ WARM_UP = 3
 
 @dataclass(frozen=True)
 class SimulatedRank:
-    """One rank of a world of which it alone is here; `known`: a file with what reaches its pipeline stage, or none."""
+    """One rank of a world of which it alone is here."""
 
     rank: int
     ranks: int
-    known: str | None = None
 
 
 def run_bench(
@@ -115,7 +114,7 @@ def measure(
         work = {"kind": "bench", "run": values, "steps": steps, "documents": documents, "ranks": ranks}
         work["progress"] = str(folder / "progress")
         if simulated is not None:
-            work["simulated"] = asdict(_with_boundaries(target, simulated, folder, documents, say))
+            work["simulated"] = asdict(simulated)
         if trace is not None:
             work["trace"] = str(_folder_for(trace))
         with (
@@ -152,26 +151,6 @@ def _aim(loaded: LoadedRun, world: tuple[int, int, int] | None) -> tuple[Target,
     if rank >= ranks:
         raise UserError("--rank", rank, f"there are {ranks} ranks", f"give one from 0 to {ranks - 1}")
     return aim_at(loaded, replace(machine, ranks=ranks)), SimulatedRank(rank, ranks)
-
-
-def _with_boundaries(
-    target: Target, simulated: SimulatedRank, folder: Path, documents: int, say: Callable[[str], None]
-) -> SimulatedRank:
-    """Rehearses the first pipeline stage for a rank of a later one, which must know what reaches it."""
-    stages = target.run.parallel.pipeline
-    if simulated.rank < target.ranks // stages:
-        return simulated
-    say("rehearsing the first pipeline stage")
-    known = run_isolated(_boundaries, target, documents)
-    file = folder / "known"
-    file.write_bytes(pickle.dumps(known))
-    return replace(simulated, known=str(file))
-
-
-def _boundaries(target: Target, documents: int) -> dict[Any, Any]:
-    known = Alike()
-    rehearse(target.source, target.run, 0, target.ranks, documents=documents, known=known)
-    return dict(known)
 
 
 def _folder_for(trace: Path) -> Path:
@@ -212,31 +191,46 @@ def bench_rank(work: dict[str, Any]) -> dict[str, Any]:
         return _bench_rank(work, init_world(Run.model_validate(work["run"])), None)
     simulated = SimulatedRank(**work["simulated"])
     run = Run.model_validate(work["run"])
+    known = None
+    if simulated.rank >= simulated.ranks // run.parallel.pipeline:  # a later stage must know what reaches it
+        known = run_isolated(_boundaries, run, simulated.ranks, work["documents"])
     with fake_world(run, simulated.rank, simulated.ranks, run.device) as world:
-        return _bench_rank(work, world, simulated)
+        return _bench_rank(work, world, known)
 
 
-def _bench_rank(work: dict[str, Any], world: World, simulated: SimulatedRank | None) -> dict[str, Any]:
+def _boundaries(run: Run, ranks: int, documents: int) -> dict[Any, Any]:
+    """What passes between pipeline stages, as the first one's rehearsal finds it."""
+    known = Alike()
+    rehearse(_source(run, []), run, 0, ranks, documents=documents, known=known)
+    return dict(known)
+
+
+def _source(run: Run, lines: list[str]) -> ModelSource:
     from shardwise.config.resolve import Resolution, task_wanted
     from shardwise.foresight.plan.models import find_config
+    from shardwise.nn.models.adapt import settle_attention
+
+    return settle_attention(Resolution(run), find_config(run.model, task_wanted(run)), lines.append)
+
+
+def _bench_rank(work: dict[str, Any], world: World, known: dict[Any, Any] | None) -> dict[str, Any]:
     from shardwise.foresight.rehearse.batch import step_batch
     from shardwise.foresight.rehearse.step import set_up
-    from shardwise.nn.models.adapt import settle_attention
     from shardwise.train.loop import accumulate
 
     run = Run.model_validate(work["run"])
     lines: list[str] = []
-    source = settle_attention(Resolution(run), find_config(run.model, task_wanted(run)), lines.append)
+    source = _source(run, lines)
     parts, _ = set_up(source, run, world, None, lines.append)
     give_values(parts.sharded.model)
-    if simulated is not None and simulated.known is not None:
-        parts.context.pipeline._known = Alike(pickle.loads(Path(simulated.known).read_bytes()))
+    if known is not None:
+        parts.context.pipeline._known = Alike(known)
     count = max(1, run.train.batch_size // world.layout.data // int(run.train.micro_batch_size))
     batch = step_batch(run, count, work["documents"])
     for micro in batch.micro_batches[:1]:
         micro.input_ids.random_(0, source.config.get_text_config().vocab_size)
 
-    progress = Path(work["progress"]) if world.is_main or simulated is not None else None
+    progress = Path(work["progress"]) if world.is_main or "simulated" in work else None
 
     def step() -> None:
         if progress is not None:
