@@ -96,13 +96,13 @@ def norm_counts_copies() -> AbstractContextManager[Any]:
     """Along axes beyond data, parts that several ranks hold count several times."""
     from shardwise.parallel.zero.stages import ShardedModel
 
-    plain = ShardedModel._clip_everywhere
+    plain = ShardedModel.norm_of_squares
 
-    def clip(self: Any, max_norm: float | None) -> torch.Tensor:
+    def norm(self: Any, squares: Any) -> torch.Tensor:
         with mock.patch.object(self, "replication_factors", dict.fromkeys(self.replication_factors, 1)):
-            return plain(self, max_norm)
+            return plain(self, squares)
 
-    return mock.patch.object(ShardedModel, "_clip_everywhere", clip)
+    return mock.patch.object(ShardedModel, "norm_of_squares", norm)
 
 
 def clipped_twice_as_far() -> AbstractContextManager[Any]:
