@@ -19,7 +19,7 @@ def test_all_axes_on_thirty_two_ranks(tmp_path: Path) -> None:
     model = {"config": config_of("qwen3_moe") | {"num_hidden_layers": 4}, "tokenizer": tokenizer_folder(tmp_path / "t")}
     run = tiny_run(
         tmp_path, model, ranks=RANKS, parallel__zero=3, train__batch_size=16, train__micro_batch_size=2,
-        data__sequence_length=160, data__over_length="drop", **AXES,
+        data__sequence_length=160, data__over_length="drop", resume="never", **AXES,
     )  # fmt: skip
     (tmp_path / "run.json").write_text(json.dumps(run))
     found: list[dict[str, Any]] = []

@@ -106,7 +106,7 @@ def test_a_mixture_on_one_then_three_then_two_ranks(folder: Path) -> None:
 )
 def test_a_part_of_an_epoch(folder: Path, changes: dict[str, Any], sequences: list[int]) -> None:
     """1.5 epochs of 9 rows are 14 rows; steps beside epochs end the run sooner, never later."""
-    name = f"part-{len(sequences)}"
+    name = "part-" + "-".join(map(str, sequences))
     run_ranks(scenarios.train, 1, the_run(folder, name, **changes))
     records = trained(folder / name)
     assert [r["sequences"] for r in records] == sequences

@@ -117,7 +117,7 @@ def test_all_architectures() -> None:
             found = find_routers(config, "causal")
         except Exception:  # not every class has a tiny model that runs here
             continue
-        if found is None or not (found.sites or found.biases or found.trouble):
+        if found is None or not (found.sites or found.biases or found.enabled):
             continue
         if found.trouble:
             refused[name] = found.trouble

@@ -89,6 +89,8 @@ def backward_of_inputs(
     rest_gradients: list[torch.Tensor] = []
     for i, output in enumerate(outputs):
         reaches = _reaches(output, leaves)
+        if reaches and output._is_view():
+            output = output.clone()  # torch detaches outputs in place, which views do not take
         (split if reaches else rest).append(output)
         if gradients is not None:
             (split_gradients if reaches else rest_gradients).append(gradients[i])
