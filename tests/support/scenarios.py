@@ -472,3 +472,87 @@ def idle_adapter(run: dict[str, Any]) -> tuple[str, str]:
 def train_each(runs: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """As `train`, one run after the other in the same processes: a later one may resume an earlier one."""
     return {name: train(run) for name, run in runs.items()}
+
+
+def own_axes_loop(
+    config: dict[str, Any],
+    folder: str,
+    steps: int,
+    resume: bool,
+    kind: str = "instance",
+    family: dict[str, Any] | None = None,
+) -> list[float]:
+    """A user's loop over axes: each data rank reads its rows; the mean loss of each micro-batch."""
+    import torch.distributed as dist
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    import shardwise
+    from support.tiny import LLAMA
+
+    values = dict(family or LLAMA)
+    torch.manual_seed(dist.get_rank())  # the first rank's values count
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(values.pop("model_type"), **values))
+    optimizer: Any = None
+    if kind == "instance":
+        # With experts less, as rounding that chooses another expert grows.
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3 if family else 1e-2, weight_decay=0.0)
+    engine = shardwise.initialize(model, optimizer, config)
+    start = engine.load(folder)["next"] if resume else 0
+    losses = []
+    for index in range(start, start + steps):
+        batch = own_rows(index, engine.data_parallel_rank, engine.data_parallel_world_size)
+        loss = engine(**batch).loss
+        engine.backward(loss)
+        engine.step()
+        losses.append(float(loss.detach()))
+    with torch.no_grad():
+        held_out = own_rows(7, engine.data_parallel_rank, engine.data_parallel_world_size)
+        losses.append(float(engine.eval()(**held_out).loss))
+    engine.train()
+    if not resume:
+        engine.save(folder, {"next": start + steps})
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, (engine.data_parallel_rank, losses))
+    of_data: dict[int, list[float]] = {}
+    for rank, theirs in everyone:
+        assert of_data.setdefault(rank, theirs) == theirs  # the same on every rank of a group
+    return [sum(column) / len(of_data) for column in zip(*of_data.values(), strict=True)]
+
+
+def own_rows(index: int, rank: int, ranks: int) -> dict[str, torch.Tensor]:
+    """A data rank's rows of a batch, each with as many labels: the mean over ranks is that over all."""
+    ids = torch.randint(0, 515, (4, 30), generator=torch.Generator().manual_seed(index % 2 + 10 * (index == 7)))
+    labels = ids.clone()
+    labels[:, 5:9] = -100
+    mine = {"input_ids": ids, "labels": labels, "attention_mask": torch.ones_like(ids)}
+    return {name: value.chunk(ranks)[rank] for name, value in mine.items()}
+
+
+def own_loss_of_logits(config: dict[str, Any], dropout: float) -> tuple[list[float], list[float]]:
+    """A user's own loss of the logits, under seeds that differ by rank; and the sums of norms' weights."""
+    import torch.distributed as dist
+    from torch.distributed.tensor import DTensor
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    import shardwise
+    from support.tiny import GPT2
+
+    values = dict(GPT2) | dict(resid_pdrop=dropout, embd_pdrop=dropout)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(values.pop("model_type"), **values))
+    engine = shardwise.initialize(model, None, config | {"learning_rate": 1e-2})
+    torch.manual_seed(100 + dist.get_rank())
+    losses = []
+    for step in range(4):
+        engine.train(step in (1, 2))
+        batch = own_rows(0, engine.data_parallel_rank, engine.data_parallel_world_size)
+        logits = engine(batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+        loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), batch["input_ids"][:, 1:].flatten())
+        if engine.module.training:
+            engine.backward(loss)
+            engine.step()
+        losses.append(float(loss.detach()))
+    engine.train()
+    norms = [p for name, p in engine.module.named_parameters() if "ln_" in name]
+    weights = [p.full_tensor() if isinstance(p, DTensor) else p for p in norms]
+    return losses, [float(weight.detach().double().sum()) for weight in weights]

@@ -44,6 +44,7 @@ from shardwise.config.units import Duration, Number, Whole
 from shardwise.core.errors import UserError
 from shardwise.distributed.mesh import World, join_world, layout_of
 from shardwise.nn.models.build import materialise
+from shardwise.nn.models.source import ModelSource
 from shardwise.nn.models.weights import fill_local
 from shardwise.observe.breakdown import timer_for
 from shardwise.optim.build import decay_groups
@@ -60,6 +61,7 @@ from shardwise.parallel.offload.policy import (
 from shardwise.parallel.parallelize import parallelize
 from shardwise.parallel.zero.timed_collectives import watch_collectives
 from shardwise.parallel.zero.update import OptimizerStep
+from shardwise.train.own_batches import OwnCalls, source_of, try_model
 from shardwise.train.state import prime_optimizer, tensors_of
 
 Fill = Callable[[nn.Module], None]
@@ -112,6 +114,7 @@ class Engine:
         config: EngineConfig,
         world: World,
         fill: Fill | None = None,
+        like: ModelSource | None = None,
     ) -> None:
         self.config = config
         self.world = world
@@ -130,10 +133,11 @@ class Engine:
                 materialise(model, device)
                 fill(model)
 
-        self.sharded, _ = parallelize(
-            model, config.as_run(), world, timer=self.timer, materialise=give_values
+        self.sharded, self.context = parallelize(
+            model, config.as_run(), world, timer=self.timer, materialise=give_values, like=like
         )
         self.module = model
+        self._calls = None if like is None else OwnCalls(model, self.context)
         self.optimizer = _rebuilt(optimizer, before, self.sharded.parameters, config)
         if config.offload.optimizer != "none":
             self.optimizer = self._offloaded(self.optimizer, values)
@@ -178,6 +182,16 @@ class Engine:
         return result
 
     @property
+    def data_parallel_rank(self) -> int:
+        """Which part of the data this rank reads: ranks with the same one get the same batches."""
+        return self.world.place.data
+
+    @property
+    def data_parallel_world_size(self) -> int:
+        """Number of parts that the data is divided into."""
+        return self.world.layout.data
+
+    @property
     def is_last_micro_batch(self) -> bool:
         """Whether the next `step` will update the parameters."""
         if self.boundary is not None:
@@ -189,10 +203,15 @@ class Engine:
         args = tuple(map(self._on_device, args))
         kwargs = {name: self._on_device(value) for name, value in kwargs.items()}
         if not (torch.is_grad_enabled() and self.module.training):
-            return self.module(*args, **kwargs)
+            return self._forward(args, kwargs)
         self.sharded.prepare_micro_batch(self.is_last_micro_batch)
         with self.timer.region("forward"):
+            return self._forward(args, kwargs)
+
+    def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._calls is None:
             return self.module(*args, **kwargs)
+        return self._calls(args, kwargs, self.updates * self.accumulate + self._micro)
 
     def _on_device(self, value: Any) -> Any:
         return value.to(self.world.device) if isinstance(value, torch.Tensor) else value
@@ -203,7 +222,7 @@ class Engine:
         An update uses the mean of `loss` over the ranks and its micro-batches.
         """
         self.sharded.prepare_micro_batch(self.is_last_micro_batch)
-        with self.timer.region("backward"):
+        with self.timer.region("backward"), self.context.active():
             self.scaler.scale(loss / self.accumulate).backward(retain_graph=retain_graph)
         self._has_gradient = True
 
@@ -307,17 +326,21 @@ def initialize(
         config = _check({} if config is None else config)
     parallel = config.parallel
     ranks = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", 1))
-    shard = shard_size(parallel.zero, parallel.dp_shard_size, ranks)
-    if ranks % shard:
-        problem = f"does not divide the {ranks} ranks"
-        raise UserError("parallel.dp_shard_size", shard, problem, "use a divisor of it")
+    like = None
     if parallel.uses_model_parallelism:
-        axes = ", ".join(axes_used(parallel))
-        problem = "in your own loop the model is divided by ZeRO alone"
-        remedy = "use shardwise train (or Trainer) for these axes"
-        raise UserError("config.parallel", axes, problem, remedy)
+        if parallel.context > 1 or parallel.pipeline > 1:
+            axes = ", ".join(axes_used(parallel))
+            problem = "in your own loop the model is divided by ZeRO, tensor and expert alone"
+            remedy = "use shardwise train (or Trainer) for these axes"
+            raise UserError("config.parallel", axes, problem, remedy)
+        like = source_of(model, config.as_run(), ranks)
+    spread = ranks // (parallel.pipeline * parallel.tensor)
+    shard = shard_size(parallel.zero, parallel.dp_shard_size, spread)
+    if spread % shard:
+        problem = f"does not divide the {spread} ranks"
+        raise UserError("parallel.dp_shard_size", shard, problem, "use a divisor of it")
     first_clash(config)
-    check_secondary(parallel, ranks)
+    check_secondary(parallel, spread)
     layout = layout_of(parallel, ranks)
     device = next(model.parameters()).device.type
     if torch.cuda.is_available() and device in ("cuda", "cpu", "meta"):
@@ -325,7 +348,9 @@ def initialize(
     else:
         _check_cpu(config.precision)
         world = join_world("cpu", "gloo", config.timeout, layout)
-    return Engine(model, optimizer, config, world, fill)
+    if like is not None:
+        try_model(like, config.as_run(), world)
+    return Engine(model, optimizer, config, world, fill, like)
 
 
 @torch.no_grad()
@@ -409,4 +434,7 @@ def _rebuilt(
             remedy = "build it over model.parameters()"
             raise UserError("optimizer", type(given).__name__, problem, remedy)
         group["params"] = [after[names[id(p)]] for p in group["params"] if names[id(p)] in after]
+        if len({getattr(p, "device_mesh", None) for p in group["params"]}) > 1:
+            # One call cannot update parameters that are sharded over different ranks (experts).
+            group |= {key: False for key in ("fused", "foreach") if key in group}
     return given
