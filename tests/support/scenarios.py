@@ -482,7 +482,7 @@ def own_axes_loop(
     kind: str = "instance",
     family: dict[str, Any] | None = None,
 ) -> list[float]:
-    """A user's loop over axes: each data rank reads its rows; the mean loss of each micro-batch."""
+    """A user's loop over axes: each data rank reads its rows; mean losses of micro-batches, and norms."""
     import torch.distributed as dist
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -494,8 +494,7 @@ def own_axes_loop(
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(values.pop("model_type"), **values))
     optimizer: Any = None
     if kind == "instance":
-        # With experts less, as rounding that chooses another expert grows.
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3 if family else 1e-2, weight_decay=0.0)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
     engine = shardwise.initialize(model, optimizer, config)
     start = engine.load(folder)["next"] if resume else 0
     losses = []
@@ -503,8 +502,9 @@ def own_axes_loop(
         batch = own_rows(index, engine.data_parallel_rank, engine.data_parallel_world_size)
         loss = engine(**batch).loss
         engine.backward(loss)
-        engine.step()
         losses.append(float(loss.detach()))
+        if engine.step():
+            losses.append(float(engine.grad_norm))  # AdamW does not see how large gradients are
     with torch.no_grad():
         held_out = own_rows(7, engine.data_parallel_rank, engine.data_parallel_world_size)
         losses.append(float(engine.eval()(**held_out).loss))
@@ -524,7 +524,9 @@ def own_rows(index: int, rank: int, ranks: int) -> dict[str, torch.Tensor]:
     ids = torch.randint(0, 515, (4, 30), generator=torch.Generator().manual_seed(index % 2 + 10 * (index == 7)))
     labels = ids.clone()
     labels[:, 5:9] = -100
-    mine = {"input_ids": ids, "labels": labels, "attention_mask": torch.ones_like(ids)}
+    mask = torch.ones_like(ids)
+    labels[:, -2:], mask[:, -2:] = -100, 0
+    mine = {"input_ids": ids, "labels": labels, "attention_mask": mask}
     return {name: value.chunk(ranks)[rank] for name, value in mine.items()}
 
 
@@ -556,3 +558,33 @@ def own_loss_of_logits(config: dict[str, Any], dropout: float) -> tuple[list[flo
     norms = [p for name, p in engine.module.named_parameters() if "ln_" in name]
     weights = [p.full_tensor() if isinstance(p, DTensor) else p for p in norms]
     return losses, [float(weight.detach().double().sum()) for weight in weights]
+
+
+def own_mistakes(config: dict[str, Any]) -> list[str]:
+    """What a user's bad batches are answered with."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    import shardwise
+    from shardwise.core.errors import UserError
+    from support.tiny import LLAMA
+
+    values = dict(LLAMA)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(values.pop("model_type"), **values))
+    engine = shardwise.initialize(model, None, config)
+    ids = torch.arange(24).view(2, 12)
+    left = torch.ones_like(ids)
+    left[:, :3] = 0
+    batches: list[dict[str, Any]] = [
+        {"input_ids": ids},
+        {"input_ids": ids, "labels": ids, "token_type_ids": ids},
+        {"input_ids": ids, "labels": ids, "attention_mask": left},
+        {"labels": ids},
+    ]
+    answers = []
+    for batch in batches:
+        try:
+            engine(**batch)
+            answers.append("nothing")
+        except UserError as error:
+            answers.append(str(error))
+    return answers

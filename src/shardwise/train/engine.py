@@ -328,9 +328,9 @@ def initialize(
     ranks = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", 1))
     like = None
     if parallel.uses_model_parallelism:
-        if parallel.context > 1 or parallel.pipeline > 1:
+        if parallel.pipeline > 1:
             axes = ", ".join(axes_used(parallel))
-            problem = "in your own loop the model is divided by ZeRO, tensor and expert alone"
+            problem = "in your own loop the model is not divided into pipeline stages"
             remedy = "use shardwise train (or Trainer) for these axes"
             raise UserError("config.parallel", axes, problem, remedy)
         like = source_of(model, config.as_run(), ranks)

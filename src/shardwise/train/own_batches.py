@@ -124,7 +124,7 @@ class OwnCalls:
     def _common_seed(self) -> int:
         """The first rank's seed: ranks with the same rows have to drop out the same."""
         world = self.context.world
-        seed: list[Any] = [torch.initial_seed() % (1 << 40)]
+        seed: list[Any] = [torch.initial_seed() % (1 << 20)]
         dist.broadcast_object_list(seed, 0, group=world.control)
         return int(seed[0])
 
