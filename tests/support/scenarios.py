@@ -588,3 +588,48 @@ def own_mistakes(config: dict[str, Any]) -> list[str]:
         except UserError as error:
             answers.append(str(error))
     return answers
+
+
+def own_train_batch(
+    config: dict[str, Any],
+    folder: str,
+    steps: int,
+    resume: bool,
+    kind: str = "instance",
+    family: dict[str, Any] | None = None,
+) -> list[float]:
+    """A user's `train_batch` over axes: losses and norms of the updates, and a held-out loss."""
+    import torch.distributed as dist
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    import shardwise
+    from shardwise.core.errors import UserError
+    from support.tiny import LLAMA
+
+    values = dict(family or LLAMA)
+    torch.manual_seed(dist.get_rank())  # the first rank's values count
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(values.pop("model_type"), **values))
+    optimizer: Any = None
+    if kind == "instance":
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
+    engine = shardwise.initialize(model, optimizer, config)
+    start = engine.load(folder)["next"] if resume else 0
+    place = engine.data_parallel_rank, engine.data_parallel_world_size
+    if engine.context.pipeline is not None:
+        try:
+            engine(**own_rows(0, *place))
+            raise AssertionError("the engine of a pipeline was called")
+        except UserError as error:
+            assert "train_batch" in str(error)
+    losses = []
+    batches = (own_rows(index, *place) for index in range(start, 1000))
+    for _ in range(steps):
+        losses.append(float(engine.train_batch(batches)))
+        losses.append(float(engine.grad_norm))
+    losses.append(float(engine.eval_batch(own_rows(7, *place) for _ in range(100))))
+    if not resume:
+        engine.save(folder, {"next": start + steps * engine.accumulate})
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, losses)
+    assert all(theirs == losses for theirs in everyone)
+    return losses

@@ -9,7 +9,7 @@ import pytest
 from support import scenarios
 from support.ranks import run_ranks
 from support.routed import MIXTRAL
-from support.tiny import LLAMA
+from support.tiny import LLAMA, TIED
 
 MOE = MIXTRAL | {"output_router_logits": False}
 BOUND = 1e-5
@@ -56,6 +56,30 @@ def test_own_loop_over_axes(
     found = losses[:-1] + rest  # without the held-out loss before the checkpoint
     assert max(abs(a - b) for a, b in zip(found, expected[model], strict=True)) <= BOUND
     assert rest[-1] < losses[-1]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "parallel", "model"),
+    [
+        quick(2, {"pipeline": 2, "zero": 1}, "tied", id="pipeline"),
+        quick(4, {"pipeline": 2, "tensor": 2, "zero": 1}, "tied", id="pipeline, tensor", marks=slow),
+        quick(4, {"pipeline": 2, "context": 2, "zero": 2}, "tied", id="pipeline, ring", marks=slow),
+        quick(4, {"pipeline": 2, "expert": 2, "zero": 2}, "experts", id="pipeline, expert", marks=slow),
+        quick(4, {"pipeline": 2, "zero": 3, "pipeline_schedule": "gpipe"}, "tied", id="GPipe, ZeRO-3", marks=slow),
+        quick(4, {"tensor": 2, "zero": 2}, "tied", id="tensor alone", marks=slow),
+    ],
+)
+def test_train_batch(ranks: int, parallel: dict[str, Any], model: str, tmp_path: Path) -> None:
+    """`train_batch` and `eval_batch` equal those of one rank, which resumes from the checkpoint."""
+    family, kind = (TIED, "instance") if model == "tied" else (MOE, "default")
+    plain = CONFIG | {"gradient_accumulation_steps": 4}
+    rest = (kind, family)
+    expected = run_ranks(scenarios.own_train_batch, 1, plain, str(tmp_path / "one"), 5, False, *rest)[0]
+    config = plain | {"parallel": parallel}
+    losses = run_ranks(scenarios.own_train_batch, ranks, config, str(tmp_path / "axes"), 4, False, *rest)[0]
+    on_one = run_ranks(scenarios.own_train_batch, 1, plain, str(tmp_path / "axes"), 1, True, *rest)[0]
+    found = losses[:-1] + on_one
+    assert max(abs(a - b) for a, b in zip(found, expected, strict=True)) <= BOUND
 
 
 def test_own_loss_of_full_logits() -> None:

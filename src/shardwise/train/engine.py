@@ -15,9 +15,10 @@ from __future__ import annotations
 
 import copy
 import difflib
+import itertools
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -34,7 +35,7 @@ from shardwise.checkpoint.store import (
     read_trainer,
 )
 from shardwise.config.axes import shard_size
-from shardwise.config.combinations import axes_used, first_clash
+from shardwise.config.combinations import first_clash
 from shardwise.config.explain import wanted
 from shardwise.config.renamed import RENAMED, rename
 from shardwise.config.resolve import check_secondary
@@ -118,13 +119,13 @@ class Engine:
     ) -> None:
         self.config = config
         self.world = world
-        before = dict(model.named_parameters())
+        before = dict(model.named_parameters(remove_duplicate=False))
         values: dict[str, torch.Tensor] = {}
         if fill is None:
             model.to(world.device)
             _copy_from_first(model)
             if splits_masters(config.offload, config.precision):
-                values = {name: p.detach() for name, p in model.named_parameters()}
+                values = {name: p.detach() for name, p in before.items()}
                 store_in_bf16(model)
         self.timer = timer_for(world.device, config.breakdown, config.breakdown)
 
@@ -200,6 +201,7 @@ class Engine:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward; batches are moved to the rank's device."""
+        self._refuse_pipeline("engine(…)")
         args = tuple(map(self._on_device, args))
         kwargs = {name: self._on_device(value) for name, value in kwargs.items()}
         if not (torch.is_grad_enabled() and self.module.training):
@@ -211,7 +213,77 @@ class Engine:
     def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._calls is None:
             return self.module(*args, **kwargs)
-        return self._calls(args, kwargs, self.updates * self.accumulate + self._micro)
+        return self._calls(args, kwargs, self._batch_number)
+
+    @property
+    def _batch_number(self) -> int:
+        return self.updates * self.accumulate + self._micro
+
+    def train_batch(self, batches: Iterator[Any]) -> torch.Tensor:
+        """Trains one update on the next `gradient_accumulation_steps` batches of an iterator.
+
+        On a pipeline this is the only way to train: each rank of it is handed the same batches.
+        Returns the mean loss over the micro-batches and data ranks, the same on every rank.
+        """
+        if not self.module.training:
+            raise UserError("engine.train_batch", None, "is called after eval()", "call train()")
+        taken = self._next(batches)
+        if self._calls is None or self.context.pipeline is None:
+            total = torch.zeros((), device=self.world.device)
+            for batch in taken:
+                loss = self(**batch).loss
+                self.backward(loss)
+                total += loss.detach().float()
+                self.step()
+            return self._mean(total)
+        parts = self.world.layout.context
+        with self.timer.region("pipeline"):
+            losses = self._calls.learn(
+                taken,
+                lambda loss: self.scaler.scale(loss * parts / self.accumulate),
+                self.sharded.prepare_micro_batch,
+                self._batch_number,
+            )
+        self._micro = self.accumulate - 1
+        self._has_gradient = True
+        self.step()
+        return self._mean(self._calls.total(losses))
+
+    def eval_batch(self, batches: Iterator[Any]) -> torch.Tensor:
+        """The mean loss of the next `gradient_accumulation_steps` batches, without training."""
+        taken = self._next(batches)
+        with self.sharded.evaluation():
+            if self._calls is not None and self.context.pipeline is not None:
+                return self._mean(self._calls.total(self._calls.losses(taken)))
+            losses = [self(**batch).loss.float() for batch in taken]
+            return self._mean(torch.stack(losses).sum())
+
+    def _next(self, batches: Iterator[Any]) -> list[dict[str, Any]]:
+        """The micro-batches of one update."""
+        if not isinstance(batches, Iterator):
+            problem = f"is a {type(batches).__name__}, which would begin anew at every call"
+            raise UserError("batches", None, problem, "pass an iterator: iter(loader)")
+        taken = list(itertools.islice(batches, self.accumulate))
+        if len(taken) < self.accumulate:
+            problem = f"ended after {len(taken)} of {self.accumulate} micro-batches of an update"
+            raise UserError("batches", None, problem, "repeat the loader, e.g. itertools.cycle")
+        for batch in taken:
+            if not isinstance(batch, Mapping):
+                problem = f"yields a {type(batch).__name__}, not the model's arguments by name"
+                raise UserError("batches", None, problem, 'yield {"input_ids": …, "labels": …}')
+        return [{name: self._on_device(value) for name, value in b.items()} for b in taken]
+
+    def _mean(self, total: torch.Tensor) -> torch.Tensor:
+        """The mean of a sum over micro-batches, which all ranks of a data rank have in common."""
+        if self.world.size > 1:
+            dist.all_reduce(total)
+        return total / (self.accumulate * self.world.size)
+
+    def _refuse_pipeline(self, call: str) -> None:
+        if self.context.pipeline is not None:
+            problem = "a pipeline's stages run the micro-batches of an update together"
+            remedy = "use engine.train_batch(iterator), and engine.eval_batch(iterator)"
+            raise UserError(call, None, problem, remedy)
 
     def _on_device(self, value: Any) -> Any:
         return value.to(self.world.device) if isinstance(value, torch.Tensor) else value
@@ -221,6 +293,7 @@ class Engine:
 
         An update uses the mean of `loss` over the ranks and its micro-batches.
         """
+        self._refuse_pipeline("engine.backward(loss)")
         self.sharded.prepare_micro_batch(self.is_last_micro_batch)
         with self.timer.region("backward"), self.context.active():
             self.scaler.scale(loss / self.accumulate).backward(retain_graph=retain_graph)
@@ -328,11 +401,10 @@ def initialize(
     ranks = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", 1))
     like = None
     if parallel.uses_model_parallelism:
-        if parallel.pipeline > 1:
-            axes = ", ".join(axes_used(parallel))
-            problem = "in your own loop the model is not divided into pipeline stages"
-            remedy = "use shardwise train (or Trainer) for these axes"
-            raise UserError("config.parallel", axes, problem, remedy)
+        if parallel.pipeline > 1 and fill is not None:
+            problem = "stages are cut from a model with its values, and this one has none yet"
+            remedy = "build the model without zero.Init, or on every rank as it is"
+            raise UserError("config.parallel.pipeline", parallel.pipeline, problem, remedy)
         like = source_of(model, config.as_run(), ranks)
     spread = ranks // (parallel.pipeline * parallel.tensor)
     shard = shard_size(parallel.zero, parallel.dp_shard_size, spread)
@@ -426,14 +498,16 @@ def _rebuilt(
         problem = "has stepped already, and its state belongs to the unsharded parameters"
         remedy = "pass a fresh optimizer, and load its state with engine.load"
         raise UserError("optimizer", type(given).__name__, problem, remedy)
-    names = {id(p): n for n, p in before.items()}
+    names: dict[int, list[str]] = {}  # a tied parameter has another one on another stage
+    for name, parameter in before.items():
+        names.setdefault(id(parameter), []).append(name)
     for group in given.param_groups:
         missing = [p for p in group["params"] if id(p) not in names]
         if missing:
             problem = f"holds {len(missing)} tensors that are no parameters of the model"
             remedy = "build it over model.parameters()"
             raise UserError("optimizer", type(given).__name__, problem, remedy)
-        group["params"] = [after[names[id(p)]] for p in group["params"] if names[id(p)] in after]
+        group["params"] = [after[n] for p in group["params"] for n in names[id(p)] if n in after]
         if len({getattr(p, "device_mesh", None) for p in group["params"]}) > 1:
             # One call cannot update parameters that are sharded over different ranks (experts).
             group |= {key: False for key in ("fused", "foreach") if key in group}

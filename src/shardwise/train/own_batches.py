@@ -8,7 +8,7 @@ every rank of the group.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -139,6 +139,33 @@ class OwnCalls:
                 return self._outputs(named)
             loss = context.loss(self.model, self.objective, self.batch(named)).total
             return _output(self._summed(loss))
+
+    def learn(
+        self,
+        batches: list[dict[str, Any]],
+        scale: Callable[[torch.Tensor], torch.Tensor],
+        prepare: Callable[[bool, bool], None],
+        number: int,
+    ) -> list[Loss]:
+        """Forward and backward of an update's batches through the pipeline."""
+        taken = [self.batch(given) for given in batches]
+        with self._random(number):
+            return self.context.learn(
+                self.model, self.objective, taken, lambda loss: scale(loss.total), prepare
+            )
+
+    def losses(self, batches: list[dict[str, Any]]) -> list[Loss]:
+        """The losses of batches without backward, where this rank has them."""
+        taken = [self.batch(given) for given in batches]
+        return self.context.losses(self.model, self.objective, taken)
+
+    def total(self, losses: list[Loss]) -> torch.Tensor:
+        """This rank's share of the batches' losses, such that its mean over all ranks is theirs."""
+        world = self.context.world
+        total = torch.zeros((), device=world.device)
+        for loss in losses:
+            total += loss.total.detach().float()
+        return total * self.context.counts * (world.size // world.layout.data)
 
     def _outputs(self, named: dict[str, Any]) -> Any:
         """The model's own output without labels, full on every rank."""
