@@ -122,6 +122,8 @@ EFFECTS: list[tuple[str, dict[str, Any], str, Any]] = [
     ("train_batch_size", {"train_batch_size": 16}, "train.batch_size", 16),
     ("train_micro_batch_size_per_gpu", {"train_micro_batch_size_per_gpu": 2}, "train.micro_batch_size", 2),
     ("gradient_accumulation_steps", {"gradient_accumulation_steps": 2}, "train.micro_batch_size", 2),
+    ("tensor_parallel.autotp_size", {"tensor_parallel__autotp_size": 2}, "parallel.tensor", 2),
+    ("sequence_parallel_size", {"sequence_parallel_size": 2}, "parallel.context", 2),
     ("fp16.enabled", {"fp16__enabled": True}, "precision", "fp16"),
     ("bf16.enabled", {"bf16__enabled": True}, "precision", "bf16"),
     ("bfloat16.enabled", {"bfloat16__enabled": True}, "precision", "bf16"),
@@ -388,8 +390,8 @@ def test_a_loaded_run_loads_again(tmp_path: Path) -> None:
     ({"fp16__enabled": True, "fp16__hysteresis": 1.5}, "not a whole number"),
     ({"amp__enabled": True}, "is refused: Apex"),
     ({"elasticity__enabled": True, "autotuning__enabled": True}, "autotuning: is refused"),
-    ({"tensor_parallel__autotp_size": 2}, "set parallel.tensor"),
-    ({"sequence_parallel_size": 2}, "set parallel.context"),
+    ({"tensor_parallel__autotp_size": 1.5}, "not a whole number"),
+    ({"tensor_parallel__tp__tp_size": 2}, "use tensor_parallel.autotp_size"),
     ({"zero_optimization__zenflow__topk_ratio": 0.1}, "ZenFlow"),
     ({"optimizer__type": "OneBitAdam"}, "1-bit Adam"),
     ({"optimizer__type": "Muon"}, "rates would not carry over"),
@@ -423,6 +425,14 @@ def test_mistakes_are_named(tmp_path: Path, given: Any, message: str) -> None:
 ])  # fmt: skip
 def test_what_is_switched_off_passes(tmp_path: Path, given: dict[str, Any]) -> None:
     load(tmp_path, config() | given)
+
+
+def test_axes_leave_fewer_ranks_for_the_batch() -> None:
+    """As in DeepSpeed: ranks that share their data count once in the batch."""
+    given = {"train_micro_batch_size_per_gpu": 2, "tensor_parallel": {"autotp_size": 2}, "sequence_parallel_size": 2}
+    done = translate(given, ranks=8)
+    assert (done.values["parallel"]["tensor"], done.values["parallel"]["context"]) == (2, 2)
+    assert (done.batch.train, done.batch.micro, done.batch.rounds) == (4, 2, 1)
 
 
 def test_what_depends_on_the_stage_waits_for_it(tmp_path: Path) -> None:

@@ -440,3 +440,46 @@ def wrong_arguments() -> dict[str, str]:
     attempt("detached", lambda: engine.backward(torch.tensor(1.0)))
     attempt("save_dir", lambda: engine.save_checkpoint("/proc/x"))
     return told
+
+
+def over_axes(config: dict[str, Any], folder: str, steps: int, resume: bool, divided: bool = False) -> dict[str, Any]:
+    """A DeepSpeed script over the config's axes, with the loader of `initialize`; losses, norms, the full model."""
+    from contextlib import nullcontext
+
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    import shardwise.deepspeed as deepspeed
+    from support.tiny import LLAMA
+
+    values = dict(LLAMA)
+    kind = values.pop("model_type")
+    torch.manual_seed(0)
+    with deepspeed.zero.Init() if divided else nullcontext():
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **values))
+    ids = torch.randint(0, 515, (16, 24), generator=torch.Generator().manual_seed(1))
+    rows = [{"input_ids": row, "labels": row} for row in ids]
+    optimizer = {"type": "AdamW", "params": {"lr": 1e-3}}
+    given = {"gradient_clipping": 0.5, "optimizer": optimizer} | config
+    engine, _, loader, _ = deepspeed.initialize(model=model, training_data=rows, config=given)
+    batches = iter(deepspeed.utils.RepeatingLoader(loader))
+    if resume:
+        engine.load_checkpoint(folder)
+        for _ in range(engine.micro_steps):
+            next(batches)
+    figures = []
+    for _ in range(steps):
+        for _ in range(engine.gradient_accumulation_steps()):
+            loss = engine(**next(batches)).loss
+            engine.backward(loss)
+            engine.step()
+            total = loss.detach().clone()
+            dist.all_reduce(total)
+            figures.append(total.item() / dist.get_world_size())
+        figures.append(engine.get_global_grad_norm())
+    if not resume:
+        engine.save_checkpoint(folder)
+    engine.save_16bit_model(folder, "model.bin")
+    unit = engine.mpu
+    place = (engine.dp_world_size, engine.get_data_parallel_rank(), engine.train_batch_size())
+    named = None if unit is None else (unit.get_model_parallel_world_size(), unit.get_sequence_parallel_world_size())
+    return {"figures": figures, "place": place, "mpu": named, "state": engine.module_state_dict()}

@@ -472,3 +472,164 @@ def idle_adapter(run: dict[str, Any]) -> tuple[str, str]:
 def train_each(runs: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """As `train`, one run after the other in the same processes: a later one may resume an earlier one."""
     return {name: train(run) for name, run in runs.items()}
+
+
+def own_axes_loop(
+    config: dict[str, Any],
+    folder: str,
+    steps: int,
+    resume: bool,
+    kind: str = "instance",
+    family: dict[str, Any] | None = None,
+) -> list[float]:
+    """A user's loop over axes: each data rank reads its rows; mean losses of micro-batches, and norms."""
+    import torch.distributed as dist
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    import shardwise
+    from support.tiny import LLAMA
+
+    values = dict(family or LLAMA)
+    torch.manual_seed(dist.get_rank())  # the first rank's values count
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(values.pop("model_type"), **values))
+    optimizer: Any = None
+    if kind == "instance":
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
+    engine = shardwise.initialize(model, optimizer, config)
+    start = engine.load(folder)["next"] if resume else 0
+    losses = []
+    for index in range(start, start + steps):
+        batch = own_rows(index, engine.data_parallel_rank, engine.data_parallel_world_size)
+        loss = engine(**batch).loss
+        engine.backward(loss)
+        losses.append(float(loss.detach()))
+        if engine.step():
+            losses.append(float(engine.grad_norm))  # AdamW does not see how large gradients are
+    with torch.no_grad():
+        held_out = own_rows(7, engine.data_parallel_rank, engine.data_parallel_world_size)
+        losses.append(float(engine.eval()(**held_out).loss))
+    engine.train()
+    if not resume:
+        engine.save(folder, {"next": start + steps})
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, (engine.data_parallel_rank, losses))
+    of_data: dict[int, list[float]] = {}
+    for rank, theirs in everyone:
+        assert of_data.setdefault(rank, theirs) == theirs  # the same on every rank of a group
+    return [sum(column) / len(of_data) for column in zip(*of_data.values(), strict=True)]
+
+
+def own_rows(index: int, rank: int, ranks: int) -> dict[str, torch.Tensor]:
+    """A data rank's rows of a batch, each with as many labels: the mean over ranks is that over all."""
+    ids = torch.randint(0, 515, (4, 30), generator=torch.Generator().manual_seed(index % 2 + 10 * (index == 7)))
+    labels = ids.clone()
+    labels[:, 5:9] = -100
+    mask = torch.ones_like(ids)
+    labels[:, -2:], mask[:, -2:] = -100, 0
+    mine = {"input_ids": ids, "labels": labels, "attention_mask": mask}
+    return {name: value.chunk(ranks)[rank] for name, value in mine.items()}
+
+
+def own_loss_of_logits(config: dict[str, Any], dropout: float) -> tuple[list[float], list[float]]:
+    """A user's own loss of the logits, under seeds that differ by rank; and the sums of norms' weights."""
+    import torch.distributed as dist
+    from torch.distributed.tensor import DTensor
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    import shardwise
+    from support.tiny import GPT2
+
+    values = dict(GPT2) | dict(resid_pdrop=dropout, embd_pdrop=dropout)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(values.pop("model_type"), **values))
+    engine = shardwise.initialize(model, None, config | {"learning_rate": 1e-2})
+    torch.manual_seed(100 + dist.get_rank())
+    losses = []
+    for step in range(4):
+        engine.train(step in (1, 2))
+        batch = own_rows(0, engine.data_parallel_rank, engine.data_parallel_world_size)
+        logits = engine(batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+        loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), batch["input_ids"][:, 1:].flatten())
+        if engine.module.training:
+            engine.backward(loss)
+            engine.step()
+        losses.append(float(loss.detach()))
+    engine.train()
+    norms = [p for name, p in engine.module.named_parameters() if "ln_" in name]
+    weights = [p.full_tensor() if isinstance(p, DTensor) else p for p in norms]
+    return losses, [float(weight.detach().double().sum()) for weight in weights]
+
+
+def own_mistakes(config: dict[str, Any]) -> list[str]:
+    """What a user's bad batches are answered with."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    import shardwise
+    from shardwise.core.errors import UserError
+    from support.tiny import LLAMA
+
+    values = dict(LLAMA)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(values.pop("model_type"), **values))
+    engine = shardwise.initialize(model, None, config)
+    ids = torch.arange(24).view(2, 12)
+    left = torch.ones_like(ids)
+    left[:, :3] = 0
+    batches: list[dict[str, Any]] = [
+        {"input_ids": ids},
+        {"input_ids": ids, "labels": ids, "token_type_ids": ids},
+        {"input_ids": ids, "labels": ids, "attention_mask": left},
+        {"labels": ids},
+    ]
+    answers = []
+    for batch in batches:
+        try:
+            engine(**batch)
+            answers.append("nothing")
+        except UserError as error:
+            answers.append(str(error))
+    return answers
+
+
+def own_train_batch(
+    config: dict[str, Any],
+    folder: str,
+    steps: int,
+    resume: bool,
+    kind: str = "instance",
+    family: dict[str, Any] | None = None,
+) -> list[float]:
+    """A user's `train_batch` over axes: losses and norms of the updates, and a held-out loss."""
+    import torch.distributed as dist
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    import shardwise
+    from shardwise.core.errors import UserError
+    from support.tiny import LLAMA
+
+    values = dict(family or LLAMA)
+    torch.manual_seed(dist.get_rank())  # the first rank's values count
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(values.pop("model_type"), **values))
+    optimizer: Any = None
+    if kind == "instance":
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
+    engine = shardwise.initialize(model, optimizer, config)
+    start = engine.load(folder)["next"] if resume else 0
+    place = engine.data_parallel_rank, engine.data_parallel_world_size
+    if engine.context.pipeline is not None:
+        try:
+            engine(**own_rows(0, *place))
+            raise AssertionError("the engine of a pipeline was called")
+        except UserError as error:
+            assert "train_batch" in str(error)
+    losses = []
+    batches = (own_rows(index, *place) for index in range(start, 1000))
+    for _ in range(steps):
+        losses.append(float(engine.train_batch(batches)))
+        losses.append(float(engine.grad_norm))
+    losses.append(float(engine.eval_batch(own_rows(7, *place) for _ in range(100))))
+    if not resume:
+        engine.save(folder, {"next": start + steps * engine.accumulate})
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, losses)
+    assert all(theirs == losses for theirs in everyone)
+    return losses

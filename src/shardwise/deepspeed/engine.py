@@ -14,6 +14,7 @@ from shardwise.core.dtypes import COMPUTE
 from shardwise.core.errors import RunFailed, UserError
 from shardwise.deepspeed import fragments, store
 from shardwise.deepspeed.data import DeepSpeedDataLoader
+from shardwise.deepspeed.mpu import ModelParallelUnit
 from shardwise.deepspeed.partition import ZeroParamStatus, full_tensor, keep_rows
 from shardwise.deepspeed.refused import refuse
 from shardwise.deepspeed.settings import EngineBatchSizes
@@ -181,9 +182,9 @@ class DeepSpeedEngine(nn.Module):
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """Changes the samples per update, by the number of micro-batches."""
-        per_forward = self._batch.micro * self.world_size
+        per_forward = self._batch.micro * self.dp_world_size
         if train_batch_size < 1 or train_batch_size % per_forward:
-            problem = f"is no multiple of {self._batch.micro} samples × {self.world_size} ranks"
+            problem = f"is no multiple of {self._batch.micro} samples × {self.dp_world_size} ranks"
             raise UserError("train_batch_size", train_batch_size, problem, f"use a multiple of {per_forward}")
         self._batch = EngineBatchSizes(train_batch_size, self._batch.micro, train_batch_size // per_forward)
         self._core.accumulate = self._batch.accumulate
@@ -191,7 +192,7 @@ class DeepSpeedEngine(nn.Module):
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
         """Changes the samples per forward, which the script must then pass; accumulation is unchanged."""
         accumulate = self._batch.accumulate
-        self._batch = EngineBatchSizes(micro_batch_size * accumulate * self.world_size, micro_batch_size, accumulate)
+        self._batch = EngineBatchSizes(micro_batch_size * accumulate * self.dp_world_size, micro_batch_size, accumulate)
 
     def zero_optimization_stage(self) -> int:
         """The ZeRO stage."""
@@ -276,12 +277,27 @@ class DeepSpeedEngine(nn.Module):
 
     @property
     def dp_world_size(self) -> int:
-        """Number of data-parallel ranks."""
-        return self._core.world.size
+        """Number of ranks that see different data."""
+        return self._core.data_parallel_world_size
 
     def get_data_parallel_rank(self) -> int:
-        """Data-parallel rank of this process."""
-        return self._core.world.rank
+        """Which part of the data this rank reads; ranks of a tensor or sequence group read the same."""
+        return self._core.data_parallel_rank
+
+    @property
+    def mp_world_size(self) -> int:
+        """Number of ranks of a tensor group."""
+        return self._core.world.layout.tensor
+
+    @property
+    def seq_parallel_world_size(self) -> int:
+        """Number of ranks that share each sequence."""
+        return self._core.world.layout.context
+
+    @property
+    def mpu(self) -> ModelParallelUnit | None:
+        """Megatron's names for the axes; None without axes."""
+        return ModelParallelUnit(self._core.world) if self._core.config.parallel.uses_model_parallelism else None
 
     def deepspeed_io(
         self,
@@ -298,12 +314,12 @@ class DeepSpeedEngine(nn.Module):
             raise refuse(f"engine.deepspeed_io(route={route!r})", "use train, eval or predict")
         if route != "train" and data_sampler is None:
             data_sampler = torch.utils.data.DistributedSampler(
-                dataset, num_replicas=self.world_size, rank=self.global_rank, shuffle=False
+                dataset, num_replicas=self.dp_world_size, rank=self.get_data_parallel_rank(), shuffle=False
             )
         drop_last = bool(self._config.get("dataloader_drop_last", False))
         return DeepSpeedDataLoader(
-            dataset, batch_size or self._batch.micro, self.global_rank, self.world_size, collate_fn, drop_last,
-            num_local_io_workers or 0, data_sampler,
+            dataset, batch_size or self._batch.micro, self.get_data_parallel_rank(), self.dp_world_size, collate_fn,
+            drop_last, num_local_io_workers or 0, data_sampler,
         )  # fmt: skip
 
     # What it keeps.

@@ -45,7 +45,10 @@ def initialize(
         problem = f"is a {type(optimizer).__name__}, neither an optimizer nor a function that makes one"
         raise UserError("optimizer", optimizer, problem, "pass one of torch's, or leave it to the config")
     if mpu is not None or mesh_param is not None:
-        raise refuse("initialize(mpu=…, mesh_param=…)", "all ranks share the data; leave it out")
+        raise refuse(
+            "initialize(mpu=…, mesh_param=…)",
+            "leave it out; set tensor_parallel.autotp_size or sequence_parallel_size in the config",
+        )
     values = read_config(config if config is not None else config_params, args)
     init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     settings = settle(values, dist.get_world_size())

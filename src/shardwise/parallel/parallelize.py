@@ -79,7 +79,8 @@ class Assembly:
     model: Any
     run: Run
     world: World
-    source: ModelSource | None = None  # None: the model of a custom loop, of unknown class
+    source: ModelSource | None = None  # None: the model of a custom loop
+    like: ModelSource | None = None  # that of tiny models of the class, if it is not `source`
     timer: Timer = OFF
     materialise: Materialise = materialise
     choose_comm: ChooseComm | None = None
@@ -100,8 +101,9 @@ class Assembly:
     @cached_property
     def case(self) -> TinyCase:
         """Makes tiny models of the same class."""
-        assert self.source is not None
-        return tiny_case(self.source)
+        source = self.source or self.like
+        assert source is not None
+        return tiny_case(source)
 
     @property
     def trains(self) -> bool:
@@ -126,14 +128,16 @@ def parallelize(
     materialise: Materialise = materialise,
     choose_comm: ChooseComm | None = None,
     say: Callable[[str], None] = lambda _: None,
+    like: ModelSource | None = None,
 ) -> tuple[ShardedModel, ParallelContext]:
     """The sharded model, with memory (but no values yet, if it was on `meta`), and its axes.
 
-    `source` provides tiny models of the class; without it, only ZeRO is applied. `materialise`
-    allocates the shards. `choose_comm` overrides the settings of how parameters are gathered. `say`
+    `source` provides tiny models of the class; the model of a custom loop has only its class, of
+    which `like` provides them: without it, only ZeRO is applied. `materialise` allocates the
+    shards. `choose_comm` overrides the settings of how parameters are gathered. `say`
     gets one line per step that has something to report.
     """
-    assembly = Assembly(model, run, world, source, timer, materialise, choose_comm)
+    assembly = Assembly(model, run, world, source, like, timer, materialise, choose_comm)
     for step in STEPS:
         line = step(assembly)
         if line is not None:
@@ -188,7 +192,7 @@ def multiply_frozen_bases_in_fp8(a: Assembly) -> str | None:
 
 def build_tiny_model(a: Assembly) -> str | None:
     """Builds a tiny fp32 model of the class, which stays unsharded, to examine its structure."""
-    if a.run.parallel.uses_model_parallelism:
+    if a.source is not None and a.run.parallel.uses_model_parallelism:
         a.context.tiny = replace(a.case, dtype=torch.float32).model()
     return None
 

@@ -15,9 +15,10 @@ from __future__ import annotations
 
 import copy
 import difflib
+import itertools
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -34,7 +35,7 @@ from shardwise.checkpoint.store import (
     read_trainer,
 )
 from shardwise.config.axes import shard_size
-from shardwise.config.combinations import axes_used, first_clash
+from shardwise.config.combinations import first_clash
 from shardwise.config.explain import wanted
 from shardwise.config.renamed import RENAMED, rename
 from shardwise.config.resolve import check_secondary
@@ -44,6 +45,7 @@ from shardwise.config.units import Duration, Number, Whole
 from shardwise.core.errors import UserError
 from shardwise.distributed.mesh import World, join_world, layout_of
 from shardwise.nn.models.build import materialise
+from shardwise.nn.models.source import ModelSource
 from shardwise.nn.models.weights import fill_local
 from shardwise.observe.breakdown import timer_for
 from shardwise.optim.build import decay_groups
@@ -60,6 +62,7 @@ from shardwise.parallel.offload.policy import (
 from shardwise.parallel.parallelize import parallelize
 from shardwise.parallel.zero.timed_collectives import watch_collectives
 from shardwise.parallel.zero.update import OptimizerStep
+from shardwise.train.own_batches import OwnCalls, source_of, try_model
 from shardwise.train.state import prime_optimizer, tensors_of
 
 Fill = Callable[[nn.Module], None]
@@ -112,16 +115,17 @@ class Engine:
         config: EngineConfig,
         world: World,
         fill: Fill | None = None,
+        like: ModelSource | None = None,
     ) -> None:
         self.config = config
         self.world = world
-        before = dict(model.named_parameters())
+        before = dict(model.named_parameters(remove_duplicate=False))
         values: dict[str, torch.Tensor] = {}
         if fill is None:
             model.to(world.device)
             _copy_from_first(model)
             if splits_masters(config.offload, config.precision):
-                values = {name: p.detach() for name, p in model.named_parameters()}
+                values = {name: p.detach() for name, p in before.items()}
                 store_in_bf16(model)
         self.timer = timer_for(world.device, config.breakdown, config.breakdown)
 
@@ -130,10 +134,11 @@ class Engine:
                 materialise(model, device)
                 fill(model)
 
-        self.sharded, _ = parallelize(
-            model, config.as_run(), world, timer=self.timer, materialise=give_values
+        self.sharded, self.context = parallelize(
+            model, config.as_run(), world, timer=self.timer, materialise=give_values, like=like
         )
         self.module = model
+        self._calls = None if like is None else OwnCalls(model, self.context)
         self.optimizer = _rebuilt(optimizer, before, self.sharded.parameters, config)
         if config.offload.optimizer != "none":
             self.optimizer = self._offloaded(self.optimizer, values)
@@ -178,6 +183,16 @@ class Engine:
         return result
 
     @property
+    def data_parallel_rank(self) -> int:
+        """Which part of the data this rank reads: ranks with the same one get the same batches."""
+        return self.world.place.data
+
+    @property
+    def data_parallel_world_size(self) -> int:
+        """Number of parts that the data is divided into."""
+        return self.world.layout.data
+
+    @property
     def is_last_micro_batch(self) -> bool:
         """Whether the next `step` will update the parameters."""
         if self.boundary is not None:
@@ -186,13 +201,89 @@ class Engine:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward; batches are moved to the rank's device."""
+        self._refuse_pipeline("engine(…)")
         args = tuple(map(self._on_device, args))
         kwargs = {name: self._on_device(value) for name, value in kwargs.items()}
         if not (torch.is_grad_enabled() and self.module.training):
-            return self.module(*args, **kwargs)
+            return self._forward(args, kwargs)
         self.sharded.prepare_micro_batch(self.is_last_micro_batch)
         with self.timer.region("forward"):
+            return self._forward(args, kwargs)
+
+    def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._calls is None:
             return self.module(*args, **kwargs)
+        return self._calls(args, kwargs, self._batch_number)
+
+    @property
+    def _batch_number(self) -> int:
+        return self.updates * self.accumulate + self._micro
+
+    def train_batch(self, batches: Iterator[Any]) -> torch.Tensor:
+        """Trains one update on the next `gradient_accumulation_steps` batches of an iterator.
+
+        On a pipeline this is the only way to train: each rank of it is handed the same batches.
+        Returns the mean loss over the micro-batches and data ranks, the same on every rank.
+        """
+        if not self.module.training:
+            raise UserError("engine.train_batch", None, "is called after eval()", "call train()")
+        taken = self._next(batches)
+        if self._calls is None or self.context.pipeline is None:
+            total = torch.zeros((), device=self.world.device)
+            for batch in taken:
+                loss = self(**batch).loss
+                self.backward(loss)
+                total += loss.detach().float()
+                self.step()
+            return self._mean(total)
+        parts = self.world.layout.context
+        with self.timer.region("pipeline"):
+            losses = self._calls.learn(
+                taken,
+                lambda loss: self.scaler.scale(loss * parts / self.accumulate),
+                self.sharded.prepare_micro_batch,
+                self._batch_number,
+            )
+        self._micro = self.accumulate - 1
+        self._has_gradient = True
+        self.step()
+        return self._mean(self._calls.total(losses))
+
+    def eval_batch(self, batches: Iterator[Any]) -> torch.Tensor:
+        """The mean loss of the next `gradient_accumulation_steps` batches, without training."""
+        taken = self._next(batches)
+        with self.sharded.evaluation():
+            if self._calls is not None and self.context.pipeline is not None:
+                return self._mean(self._calls.total(self._calls.losses(taken)))
+            losses = [self(**batch).loss.float() for batch in taken]
+            return self._mean(torch.stack(losses).sum())
+
+    def _next(self, batches: Iterator[Any]) -> list[dict[str, Any]]:
+        """The micro-batches of one update."""
+        if not isinstance(batches, Iterator):
+            problem = f"is a {type(batches).__name__}, which would begin anew at every call"
+            raise UserError("batches", None, problem, "pass an iterator: iter(loader)")
+        taken = list(itertools.islice(batches, self.accumulate))
+        if len(taken) < self.accumulate:
+            problem = f"ended after {len(taken)} of {self.accumulate} micro-batches of an update"
+            raise UserError("batches", None, problem, "repeat the loader, e.g. itertools.cycle")
+        for batch in taken:
+            if not isinstance(batch, Mapping):
+                problem = f"yields a {type(batch).__name__}, not the model's arguments by name"
+                raise UserError("batches", None, problem, 'yield {"input_ids": …, "labels": …}')
+        return [{name: self._on_device(value) for name, value in b.items()} for b in taken]
+
+    def _mean(self, total: torch.Tensor) -> torch.Tensor:
+        """The mean of a sum over micro-batches, which all ranks of a data rank have in common."""
+        if self.world.size > 1:
+            dist.all_reduce(total)
+        return total / (self.accumulate * self.world.size)
+
+    def _refuse_pipeline(self, call: str) -> None:
+        if self.context.pipeline is not None:
+            problem = "a pipeline's stages run the micro-batches of an update together"
+            remedy = "use engine.train_batch(iterator), and engine.eval_batch(iterator)"
+            raise UserError(call, None, problem, remedy)
 
     def _on_device(self, value: Any) -> Any:
         return value.to(self.world.device) if isinstance(value, torch.Tensor) else value
@@ -202,8 +293,9 @@ class Engine:
 
         An update uses the mean of `loss` over the ranks and its micro-batches.
         """
+        self._refuse_pipeline("engine.backward(loss)")
         self.sharded.prepare_micro_batch(self.is_last_micro_batch)
-        with self.timer.region("backward"):
+        with self.timer.region("backward"), self.context.active():
             self.scaler.scale(loss / self.accumulate).backward(retain_graph=retain_graph)
         self._has_gradient = True
 
@@ -307,17 +399,20 @@ def initialize(
         config = _check({} if config is None else config)
     parallel = config.parallel
     ranks = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", 1))
-    shard = shard_size(parallel.zero, parallel.dp_shard_size, ranks)
-    if ranks % shard:
-        problem = f"does not divide the {ranks} ranks"
-        raise UserError("parallel.dp_shard_size", shard, problem, "use a divisor of it")
+    like = None
     if parallel.uses_model_parallelism:
-        axes = ", ".join(axes_used(parallel))
-        problem = "in your own loop the model is divided by ZeRO alone"
-        remedy = "use shardwise train (or Trainer) for these axes"
-        raise UserError("config.parallel", axes, problem, remedy)
+        if parallel.pipeline > 1 and fill is not None:
+            problem = "stages are cut from a model with its values, and this one has none yet"
+            remedy = "build the model without zero.Init, or on every rank as it is"
+            raise UserError("config.parallel.pipeline", parallel.pipeline, problem, remedy)
+        like = source_of(model, config.as_run(), ranks)
+    spread = ranks // (parallel.pipeline * parallel.tensor)
+    shard = shard_size(parallel.zero, parallel.dp_shard_size, spread)
+    if spread % shard:
+        problem = f"does not divide the {spread} ranks"
+        raise UserError("parallel.dp_shard_size", shard, problem, "use a divisor of it")
     first_clash(config)
-    check_secondary(parallel, ranks)
+    check_secondary(parallel, spread)
     layout = layout_of(parallel, ranks)
     device = next(model.parameters()).device.type
     if torch.cuda.is_available() and device in ("cuda", "cpu", "meta"):
@@ -325,7 +420,9 @@ def initialize(
     else:
         _check_cpu(config.precision)
         world = join_world("cpu", "gloo", config.timeout, layout)
-    return Engine(model, optimizer, config, world, fill)
+    if like is not None:
+        try_model(like, config.as_run(), world)
+    return Engine(model, optimizer, config, world, fill, like)
 
 
 @torch.no_grad()
@@ -401,12 +498,17 @@ def _rebuilt(
         problem = "has stepped already, and its state belongs to the unsharded parameters"
         remedy = "pass a fresh optimizer, and load its state with engine.load"
         raise UserError("optimizer", type(given).__name__, problem, remedy)
-    names = {id(p): n for n, p in before.items()}
+    names: dict[int, list[str]] = {}  # a tied parameter has another one on another stage
+    for name, parameter in before.items():
+        names.setdefault(id(parameter), []).append(name)
     for group in given.param_groups:
         missing = [p for p in group["params"] if id(p) not in names]
         if missing:
             problem = f"holds {len(missing)} tensors that are no parameters of the model"
             remedy = "build it over model.parameters()"
             raise UserError("optimizer", type(given).__name__, problem, remedy)
-        group["params"] = [after[names[id(p)]] for p in group["params"] if names[id(p)] in after]
+        group["params"] = [after[n] for p in group["params"] for n in names[id(p)] if n in after]
+        if len({getattr(p, "device_mesh", None) for p in group["params"]}) > 1:
+            # One call cannot update parameters that are sharded over different ranks (experts).
+            group |= {key: False for key in ("fused", "foreach") if key in group}
     return given

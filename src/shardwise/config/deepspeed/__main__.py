@@ -31,8 +31,9 @@ is shown. Where RUN.yaml and the config contradict each other the run does not s
 word. What the config leaves out takes DeepSpeed's default (no weight decay, betas 0.9 and 0.999, a constant rate, fp32,
 stage 0) where RUN.yaml is silent too.
 
-`train_batch_size` = `train_micro_batch_size_per_gpu` × `gradient_accumulation_steps` × ranks: any two give the third,
-`train_batch_size` or the micro-batch alone gives the rest with one round of accumulation, and three are checked.
+`train_batch_size` = `train_micro_batch_size_per_gpu` × `gradient_accumulation_steps` × ranks that see different data:
+any two give the third, `train_batch_size` or the micro-batch alone gives the rest with one round of accumulation, and
+three are checked.
 
 One thing differs from DeepSpeed by design in `shardwise train`: an update that fp16 skips for an overflow counts as a
 step of the schedule. A script's own loop (`shardwise.deepspeed`) follows DeepSpeed: the schedule waits.

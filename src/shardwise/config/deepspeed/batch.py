@@ -1,4 +1,7 @@
-"""train_batch_size = train_micro_batch_size_per_gpu × gradient_accumulation_steps × ranks, as DeepSpeed infers it."""
+"""train_batch_size = train_micro_batch_size_per_gpu × gradient_accumulation_steps × ranks, as DeepSpeed infers it.
+
+The ranks are those that see different data: ranks along tensor, context and pipeline share theirs.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,7 @@ def solve(plan: PartialTranslation) -> BatchSizes:
         if rounds is None:
             return BatchSizes(None, None, None)
         train = int(default_of("train.batch_size"))
-    ranks = plan.ranks
+    ranks = _data_ranks(plan)
     if train is None:
         assert micro is not None
         rounds = rounds or 1
@@ -50,6 +53,15 @@ def solve(plan: PartialTranslation) -> BatchSizes:
         near = max(1, micro) * max(1, rounds) * ranks
         raise plan.mistake(TRAIN, train, problem, f"use {near}, or leave one of the three out")
     return BatchSizes(train, micro, rounds)
+
+
+def _data_ranks(plan: PartialTranslation) -> int:
+    """Ranks that see different data; all of them where the axes do not divide them, which is refused later."""
+    sharing = 1
+    for name in ("tensor", "context", "pipeline"):
+        size = plan.now(f"parallel.{name}")
+        sharing *= size if isinstance(size, int) and size > 0 else 1
+    return plan.ranks // sharing if plan.ranks % sharing == 0 else plan.ranks
 
 
 def _given(plan: PartialTranslation, key: str) -> int | None:
@@ -71,8 +83,8 @@ def batch_rule(plan: PartialTranslation, key: str, value: object) -> str:
     lead = "auto → " if value == "auto" else ""
     if key == ROUNDS:
         if number is None:
-            return f"{lead}train.batch_size / (train.micro_batch_size × {plan.ranks} ranks)"
-        return f"{lead}{number} round{'s' * (number > 1)} of {batch.micro} × {plan.ranks} ranks"
+            return f"{lead}train.batch_size / (train.micro_batch_size × {_data_ranks(plan)} ranks)"
+        return f"{lead}{number} round{'s' * (number > 1)} of {batch.micro} × {_data_ranks(plan)} ranks"
     target = "train.batch_size" if key == TRAIN else "train.micro_batch_size"
     return plan.auto(target) if number is None else f"{lead}{target}: {number}"
 

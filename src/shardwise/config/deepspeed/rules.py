@@ -34,6 +34,18 @@ def count(plan: PartialTranslation, key: str, value: Any) -> int:
     return plan.integer(key, value, 1)
 
 
+def axis(target: str) -> Rule:
+    """Rule for the number of ranks along an axis; 0 and 1 are DeepSpeed's for none."""
+
+    def rule(plan: PartialTranslation, key: str, value: Any) -> str:
+        if value == "auto":
+            return plan.auto(target)
+        ranks = plan.integer(key, value or 0)
+        return plan.put(key, target, ranks) if ranks > 1 else NoEffect("switched off, as it is here")
+
+    return rule
+
+
 # The step
 
 

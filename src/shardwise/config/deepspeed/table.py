@@ -67,8 +67,29 @@ _MEMORY = "every report has the memory in use; `metrics.jsonl`"
 _NO_TENSOR_PARALLEL = "with `parallel.tensor` activations are divided along the sequence as they are"
 _NO_PIPELINE = "read by PipelineModule alone, which is not here; `model` is not split into stages"
 
+_PLAN = "which layers are cut, and how, is found on a tiny model of the class"
+
+# Before the batch, which is divided among the ranks that see different data.
+AXES = [
+    honoured("tensor_parallel.autotp_size", "`parallel.tensor`; 0 and 1 = off", r.axis("parallel.tensor")),
+    idle("tensor_parallel.dtype", "`precision` decides"),
+    idle("tensor_parallel.tp_overlap_comm", "what overlaps is decided here, and changes no result"),
+    *several("tensor_parallel", "preset_model injection_policy_tuple", _PLAN),
+    idle("tensor_parallel.partition_config.*", _PLAN),
+    idle("tensor_parallel.keep_module_on_host", "each rank takes its part of the model by itself"),
+    refused("tensor_parallel.replace_with_kernel_inject", "those kernels are for inference"),
+    refused("tensor_parallel.tp.*", "of DeepSpeed's inference", "use tensor_parallel.autotp_size"),
+    refused("tensor_parallel.tensor_parallel.*", "of DeepSpeed's inference", "use tensor_parallel.autotp_size"),
+    honoured("sequence_parallel_size", "`parallel.context`; 0 and 1 = off. Ranks of a group are handed full sequences",
+             r.axis("parallel.context")),
+]  # fmt: skip
+
 BATCH = [
-    honoured(TRAIN, "`train.batch_size`; checked against micro-batch × accumulation × ranks", batch_rule),
+    honoured(
+        TRAIN,
+        "`train.batch_size`; checked against micro-batch × accumulation × ranks that see different data",
+        batch_rule,
+    ),
     honoured(MICRO, "`train.micro_batch_size`", batch_rule),
     honoured(ROUNDS, "`train.batch_size` / (`train.micro_batch_size` × ranks)", batch_rule),
     idle("managed_gradient_accumulation", "the loop always knows which micro-batch is the last"),
@@ -307,9 +328,7 @@ OTHERS = [
             "remove the block and give the batch by train_batch_size"),
     refused("autotuning.*", "nothing is tried out before the run", "remove the block; micro_batch_size: auto chooses"),
     refused("hybrid_engine.*", "it serves generation while training (RLHF), which is not here"),
-    refused("tensor_parallel.*", "a setting of RUN.yaml here", "remove the block, and set parallel.tensor"),
     refused("expert_parallel.*", "a setting of RUN.yaml here", "remove the block, and set parallel.expert"),
-    refused("sequence_parallel_size", "a setting of RUN.yaml here", "drop it, and set parallel.context", off=(*OFF, 1)),
     idle("use_data_before_expert_parallelism", "ranks with other experts are neighbours (`parallel.expert`)"),
     idle("pipeline.*", _NO_PIPELINE),
     idle("compile.*", "DeepSpeed's own graph passes, which change no result; ours is `compile`"),
@@ -317,6 +336,7 @@ OTHERS = [
 ]  # fmt: skip
 
 SECTIONS: dict[str, list[Key]] = {
+    "Axes": AXES,
     "Batch": BATCH,
     "Precision": PRECISION,
     "Step and communication": STEP,

@@ -156,8 +156,6 @@ def _switched_off(value: Any) -> bool:
         return False
     if "enabled" in value:
         return value["enabled"] in (False, "auto")
-    if set(value) == {"autotp_size"}:
-        return value["autotp_size"] in (0, 1)
     return all(_switched_off(inner) for inner in value.values())
 
 
