@@ -30,9 +30,17 @@ def test_a_block_that_computes_otherwise_on_parts_is_refused(broken: str) -> Non
     assert "would differ" in refusal
 
 
-@pytest.mark.parametrize(("width", "locally"), [(16, True), (15, False)])  # of 15 tokens two ranks have no equal parts
-def test_local_blocks_compute_what_one_process_does(width: int, locally: bool) -> None:
-    for results in run_ranks(tensor.local_blocks, 2, [*LOCAL, *FUSED, *MIXTURES, *OTHERS], width):
+@pytest.mark.parametrize(
+    ("kinds", "width", "locally"),
+    [
+        (["llama", "stablelm", "phi3", "olmo2", "mixtral", "gpt_oss"], 16, True),
+        (["llama", "phi3", "mixtral"], 15, False),  # of 15 tokens two ranks have no equal parts
+        pytest.param([*LOCAL, *FUSED, *MIXTURES, *OTHERS, "deepseek_v3"], 16, True, marks=pytest.mark.slow),
+    ],
+    ids=["local", "uneven", "every kind"],
+)
+def test_local_blocks_compute_what_one_process_does(kinds: list[str], width: int, locally: bool) -> None:
+    for results in run_ranks(tensor.local_blocks, 2, kinds, width):
         for name, (loss, gradient, blocks, ran) in results.items():
             assert loss < 1e-6 and gradient < 1e-5, name
             assert blocks > 0 and ran == blocks * locally, name

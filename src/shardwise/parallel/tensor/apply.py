@@ -121,7 +121,7 @@ def _is_even(
         is_stack = cuts.get(f"{name}.{inner}") == "experts"
         if is_stack and any(p.shape[0] % ranks for p in module.parameters(recurse=False)):
             return False
-    return all(size % ranks == 0 for inner in known.fused for size in known.sizes(block, inner))
+    return known.is_even(block, ranks)
 
 
 def _run_locally(

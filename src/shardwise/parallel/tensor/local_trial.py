@@ -63,6 +63,15 @@ class LocalKind:
         outputs, read = _outputs_and_read(block, name)
         return part_sizes(self.fused[name], outputs, read)
 
+    def is_even(self, block: nn.Module, ranks: int) -> bool:
+        """Whether the ranks divide each part of a block's fused projections."""
+        for name in self.fused:
+            sizes = self.sizes(block, name)
+            outputs, _ = _outputs_and_read(block, name)
+            if sum(sizes) != outputs or any(size <= 0 or size % ranks for size in sizes):
+                return False
+        return True
+
 
 def kind_of(block: nn.Module) -> Kind:
     """What blocks that compute alike have in common."""
@@ -203,11 +212,11 @@ def _possible_parts(block: nn.Module, cuts: Mapping[str, str]) -> list[Fused]:
 
 
 def _outputs_and_read(block: nn.Module, name: str) -> tuple[int, int]:
-    """A column layer's outputs, and the inputs of the widest other layer of its module."""
+    """A layer's outputs, and the inputs of the other layer of its module (0: it is not one)."""
     layer = block.get_submodule(name)
     owner = block.get_submodule(name.rpartition(".")[0])
-    linear = [m for m in owner.children() if is_linear(m) and m is not layer]
-    return features(layer)[1], max((features(m)[0] for m in linear), default=0)
+    others = [m for m in owner.children() if is_linear(m) and m is not layer]
+    return features(layer)[1], features(others[0])[0] if len(others) == 1 else 0
 
 
 def _possible_shares(block: nn.Module, cuts: Mapping[str, str]) -> Iterator[Shares]:
