@@ -11,16 +11,15 @@ LOCAL = ["llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "granite
 
 FUSED = ["gpt2", "phi3", "glm"]  # queries, keys and values of one product, or gate and up
 MIXTURES = ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss"]
-OTHERS = ["olmo2", "opt"]  # norms over all heads; tokens as rows of a matrix
+OTHERS = ["olmo2", "opt", "gptj"]  # norms over all heads; tokens as rows of a matrix; blocks that return more
 
 
 def test_common_families_run_locally_and_others_say_why_not() -> None:
-    (kinds,) = run_ranks(tensor.local_kinds, 1, [*FUSED, *MIXTURES, *OTHERS, *LOCAL, "falcon", "gptj"])
-    *local, falcon, gptj = kinds
+    (kinds,) = run_ranks(tensor.local_kinds, 1, [*FUSED, *MIXTURES, *OTHERS, *LOCAL, "falcon"])
+    *local, falcon = kinds
     assert {refusal for _, refusal in local} == {""}
     assert local[-1][0] == {"self_attn": ("num_heads", "num_key_value_heads")}
     assert "invalid for input" in falcon[1]  # all heads read one key
-    assert gptj[1] == "it returns more than hidden states"
 
 
 @pytest.mark.parametrize("broken", ["attention", "norm"])

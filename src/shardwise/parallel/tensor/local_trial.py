@@ -111,6 +111,7 @@ def try_locally(case: TinyCase, roles: Roles) -> dict[Kind, LocalKind]:
     for name, block in find_blocks(model):
         blocks.setdefault(kind_of(block), (name, block))
     calls = _calls(model, case, [block for _, block in blocks.values()])
+    may_return_more = _reads_hidden_states_alone(model, case)
     kinds = {}
     for kind, (name, block) in blocks.items():
         cuts = _cuts(name, block, roles)
@@ -119,7 +120,7 @@ def try_locally(case: TinyCase, roles: Roles) -> dict[Kind, LocalKind]:
         elif block not in calls:
             kinds[kind] = LocalKind({}, "a block that does not run")
         else:
-            kinds[kind] = _try(block, cuts, *calls[block])
+            kinds[kind] = _try(block, cuts, may_return_more, *calls[block])
     return kinds
 
 
@@ -137,6 +138,26 @@ def _calls(model: Any, case: TinyCase, blocks: list[nn.Module]) -> dict[nn.Modul
         for handle in handles:
             handle.remove()
     return calls
+
+
+def _reads_hidden_states_alone(model: Any, case: TinyCase) -> bool:
+    """Whether a model ignores what else its blocks return, such as attention weights."""
+
+    def spoil(block: nn.Module, args: Any, output: Any) -> Any:
+        if not isinstance(output, tuple):
+            return output
+        first, *rest = output
+        return (first, *(x * torch.nan if isinstance(x, torch.Tensor) else x for x in rest))
+
+    handles = [block.register_forward_hook(spoil) for _, block in find_blocks(model)]
+    try:
+        with torch.no_grad():
+            return bool(model(**case.inputs(), use_cache=False)[0].isfinite().all())
+    except Exception:  # whatever a model's own code may raise
+        return False
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _cuts(name: str, block: nn.Module, roles: Roles) -> dict[str, str] | str:
@@ -160,14 +181,16 @@ def _cuts(name: str, block: nn.Module, roles: Roles) -> dict[str, str] | str:
     return cuts if "row" in cuts.values() else "no layer of it is sharded"
 
 
-def _try(block: nn.Module, cuts: Mapping[str, str], args: Any, kwargs: Any) -> LocalKind:
+def _try(
+    block: nn.Module, cuts: Mapping[str, str], may_return_more: bool, args: Any, kwargs: Any
+) -> LocalKind:
     leaves, spec = tree_flatten((args, kwargs))
     depend = [i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor) and x.requires_grad]
     if len(depend) != 1 or leaves[depend[0]].ndim != 3:
         return LocalKind({}, "it reads more than hidden states")
     if leaves[depend[0]].shape[1] % SIZE:
         return LocalKind({}, "the tiny model's rows are odd")
-    call = _BlockCall(leaves, spec, depend[0])
+    call = _BlockCall(leaves, spec, depend[0], may_return_more)
     try:
         expected = call.run(block)
     except _NotOne as refusal:
@@ -295,11 +318,12 @@ class _NotOne(Exception):
 
 @dataclass(frozen=True)
 class _BlockCall:
-    """A block's arguments, and which of them are the hidden states."""
+    """A block's arguments, which of them are the hidden states, and whether it may return more."""
 
     leaves: list[Any]
     spec: Any
     hidden: int
+    may_return_more: bool
 
     def run(self, block: nn.Module, part: slice | None = None) -> dict[str, torch.Tensor]:
         """Output and gradients for (a part of) the hidden states; of parameters by name."""
@@ -317,6 +341,8 @@ class _BlockCall:
                 x for x in tree_leaves(block(*args, **kwargs)) if isinstance(x, torch.Tensor)
             ]
             outputs = [x for x in outputs if x.requires_grad]
+            if self.may_return_more:
+                outputs = outputs[:1]
             if len(outputs) != 1 or outputs[0].shape != hidden.shape:
                 raise _NotOne("it returns more than hidden states")
             (outputs[0] * weights).sum().backward()
