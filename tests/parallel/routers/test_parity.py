@@ -35,12 +35,14 @@ QUICK: list[Case] = [
     ("mixtral", 2, PP),
     ("deepseek_v3", 2, EP),
     ("deepseek_v3", 2, CP),
+    ("deepseek_v3", 2, TP),
 ]
 SLOW: list[Case] = [
     *((family, 1, {}) for family in routed.CONFIGS),
     *((family, 2, zero(stage)) for family in routed.CONFIGS for stage in range(4)),
     *((family, 2, axis) for family in routed.CONFIGS for axis in (TP, PP, CP, EP, ULYSSES)),
     *((family, 4, axes) for family in routed.CONFIGS for axes in (PP | CP, TP | EP, PP | AGAIN | zero(1))),
+    *((family, 4, TP | PP | AGAIN) for family in routed.CONFIGS),
     *((family, 2, PP | zero(0) | {"parallel__pipeline_schedule": order})
       for family in routed.CONFIGS for order in ORDERS),
     *((family, ranks, ROWS | more) for family in routed.CONFIGS for ranks, more in ((1, {}), (2, zero(3)), (2, CP))),

@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from shardwise.core.compat.torch_private import in_backward
+from shardwise.parallel.tensor.local_blocks import local_run_of
 
 if TYPE_CHECKING:
     from shardwise.parallel.routers.token_groups import Tokens
@@ -115,6 +116,11 @@ class ExpertLoads:
             real = None if self.tokens is None else self.tokens.real
             if real is None:
                 real = torch.ones_like(chosen[:, 0], dtype=torch.bool)
-            counts.add_(_count_choices(chosen, real, len(counts)))
+            run = local_run_of(module)
+            if run is None or not run.is_part(chosen):
+                counts.add_(_count_choices(chosen, real, len(counts)))
+            else:
+                own = _count_choices(chosen, run.own_tokens(real), len(counts))
+                counts.add_(run.ranks.add_up(own))
 
         return count

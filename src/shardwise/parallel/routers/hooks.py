@@ -5,6 +5,9 @@ at the end of the forward: a compiled block returns it as one more output, witho
 host syncs. A block that backward recomputes stores it again, with its graph: the slot is cleared
 behind the block, or the memory that recomputation saves would be held until the next forward.
 
+[Note: tokens of a rank] In a local block of tensor parallelism (tensor/local_blocks.py) a rank's
+router sees its part of the sequence: the tables are summed over the ranks.
+
 [Note: stages] Each stage of a pipeline adds its layers' sums to those of the previous stages, and
 sends them on with the hidden states; the last stage computes the losses, and gradients return the
 same way.
@@ -27,6 +30,7 @@ from shardwise.nn.objective import Loss, Objective
 from shardwise.parallel.routers.losses import RouterLossWeights, losses_of, sums_of
 from shardwise.parallel.routers.token_groups import Tokens, grouped
 from shardwise.parallel.tensor.local import to_local
+from shardwise.parallel.tensor.local_blocks import local_run_of
 
 if TYPE_CHECKING:
     from shardwise.config.router import Balance
@@ -151,7 +155,13 @@ class RouterLosses:
             logits = output if index is None else output[index]
             if isinstance(logits, DTensor):
                 logits = to_local(logits.redistribute(placements=[Replicate()]), Replicate())
-            sums = sums_of(logits.flatten(0, -2), tokens.numbers, tokens.weights, terms)
+            logits = logits.flatten(0, -2)
+            run = local_run_of(module)
+            if run is None:
+                sums = sums_of(logits, tokens.numbers, tokens.weights, terms)
+            else:
+                numbers = run.own_tokens(tokens.numbers)
+                sums = run.summed(sums_of(run.own_tokens(logits), numbers, tokens.weights, terms))
             slot.sums = sums if times == 1 else sums * times
 
         return leave

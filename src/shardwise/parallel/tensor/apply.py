@@ -10,6 +10,7 @@ gathers and two scatters per block and direction. layers.py has the forwards of 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -26,7 +27,13 @@ from shardwise.nn.tiny.case import CannotParallelize
 from shardwise.parallel.tensor.layers import TensorParallel, exchange
 from shardwise.parallel.tensor.local import wrap
 from shardwise.parallel.tensor.local_blocks import LocalBlock, Slot
-from shardwise.parallel.tensor.local_trial import Kind, LocalKind, kind_of
+from shardwise.parallel.tensor.local_trial import (
+    Kind,
+    LocalKind,
+    kind_of,
+    norm_width,
+    shared_counts,
+)
 from shardwise.parallel.tensor.quantized import can_slice, full_features, is_packed, slice_packed
 from shardwise.parallel.tensor.roles import Role, Roles, pattern_of
 
@@ -78,7 +85,9 @@ def apply_tensor_parallel(
     if sequence and _divides_heads(model, mesh.size()):
         for name, block in blocks.items():
             known = local.get(kind_of(block))
-            if known is not None and not known.refusal and _may_run_locally(block):
+            if known is None or known.refusal or not _may_run_locally(block):
+                continue
+            if _is_even(name, block, known, cuts, mesh.size()):
                 _run_locally(tensor, name, block, own_forwards[name], known, cuts)
     return tensor
 
@@ -104,6 +113,17 @@ def _may_run_locally(block: nn.Module) -> bool:
     return all(isinstance(p, DTensor) for p in block.parameters())
 
 
+def _is_even(
+    name: str, block: nn.Module, known: LocalKind, cuts: Mapping[str, str], ranks: int
+) -> bool:
+    """Whether the ranks divide experts, and each part of fused projections."""
+    for inner, module in block.named_modules():
+        is_stack = cuts.get(f"{name}.{inner}") == "experts"
+        if is_stack and any(p.shape[0] % ranks for p in module.parameters(recurse=False)):
+            return False
+    return known.is_even(block, ranks)
+
+
 def _run_locally(
     tensor: TensorParallel,
     name: str,
@@ -112,23 +132,45 @@ def _run_locally(
     known: LocalKind,
     cuts: Mapping[str, str],
 ) -> None:
-    slots = []
-    attributes: dict[nn.Module, dict[str, int]] = {}
+    slots: list[Slot] = []
+    attributes: dict[nn.Module, dict[str, Any]] = {}
+    ranks = tensor.mesh.size()
     for inner, module in block.named_modules():
         cut = cuts.get(f"{name}.{inner}" if inner else name, "whole")
-        for key in module._parameters:
-            if module._parameters[key] is not None:
-                slots.append(Slot(module, key, once=cut == "row" and key == "bias"))
+        vars(module)["local_run"] = tensor.run
+        slots += _slots(tensor, module, cut, known, known.sizes(block, inner), inner)
         shares = known.shares.get(inner, ())
-        counts = {share: vars(module)[share] // tensor.mesh.size() for share in shares}
+        counts = shared_counts(module, shares, ranks)
         if cut == "column" and is_transposed(module):
-            counts["nf"] = vars(module)["nf"] // tensor.mesh.size()
+            counts["nf"] = vars(module)["nf"] // ranks
         if counts:
             attributes[module] = counts
+        if cut == "whole" and (features := norm_width(module)):
+            exchange(module, tensor.run.norm, features)
     tensor.local[block] = LocalBlock(
         tensor.run, tensor.mesh, compute, block.forward, tuple(slots), attributes
     )
     block.forward = tensor.local[block]
+
+
+def _slots(
+    tensor: TensorParallel,
+    module: Any,
+    cut: str,
+    known: LocalKind,
+    sizes: tuple[int, ...],
+    inner: str,
+) -> list[Slot]:
+    """The parameters of a module that a local block replaces."""
+    slots = []
+    for key, parameter in module._parameters.items():
+        # Experts that expert parallelism has sharded look after their own.
+        if parameter is None or parameter.device_mesh != tensor.mesh:
+            continue
+        dim = 1 if key == "weight" and is_transposed(module) else 0
+        heads = key in known.shares.get(inner, ())
+        slots.append(Slot(module, key, cut == "row" and key == "bias", heads, sizes, dim))
+    return slots
 
 
 def _hook_blocks(
@@ -144,7 +186,12 @@ def _hook_blocks(
     inside -= set(blocks.values())
     for name, module in layers.items():
         if module in inside and _owns_matrices(module, cuts, name):
-            module.register_forward_pre_hook(tensor.gather_inputs, with_kwargs=True)
+            has_columns = any(
+                cuts.get(f"{name}.{n}") == "column" for n, _ in module.named_children()
+            )
+            module.register_forward_pre_hook(
+                partial(tensor.gather_inputs, has_columns), with_kwargs=True
+            )
             module.register_forward_hook(tensor.pin_outputs)
         holds_block = not name or any(_is_within(b, [name]) for b in blocks if b != name)
         if not holds_block and _has_code(module):

@@ -24,6 +24,7 @@ from shardwise.parallel.tensor.local import (
     to_whole,
     wrap,
 )
+from shardwise.parallel.tensor.own_experts import sum_of_own_experts
 from shardwise.parallel.tensor.rng import own_stream
 
 # The dim of the heads in further arguments of attention functions.
@@ -196,26 +197,6 @@ def local_experts(
         stack: Any = next(iter(module.parameters(recurse=False)))
         count = stack.to_local().shape[0]
         first = offset_of(stack)[0]
-        is_local = (chosen >= first) & (chosen < first + count)
-        rows, places = is_local.nonzero(as_tuple=True)
-        # Without a token the stack must still join the graph: other ranks wait for its gradients.
-        if not len(rows):
-            rows = rows.new_zeros(1)
-            places = places.new_zeros(1)
-        experts = (chosen[rows, places] - first).clamp(0, count - 1)
-        share = shares[rows, places] * is_local[rows, places]
-        with _num_experts(module, count):
-            outputs = forward(tokens[rows], experts[:, None], share[:, None], *rest)
-    summed = torch.zeros_like(tokens).index_add(0, rows, outputs.to(tokens.dtype))
+        summed = sum_of_own_experts(module, forward, first, count, tokens, chosen, shares, *rest)
     partial_sums = DTensor.from_local(summed, mesh, [Partial()], run_check=False)
     return partial_sums.redistribute(placements=[Replicate()])
-
-
-@contextmanager
-def _num_experts(module: Any, count: int) -> Iterator[None]:
-    before = module.num_experts
-    module.num_experts = count
-    try:
-        yield
-    finally:
-        module.num_experts = before

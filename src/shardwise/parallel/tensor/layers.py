@@ -117,6 +117,8 @@ class TensorParallel:
 
     def experts(self, module: Any, forward: Forward, *args: Any) -> torch.Tensor:
         """Forward of a stack of experts that is sharded over ranks."""
+        if self.run.width:
+            return self.run.experts(module, forward, *args)
         if self._inside:
             return forward(*args)  # type: ignore[no-any-return]
         return local_experts(self.mesh, module, forward, *args)
@@ -181,10 +183,13 @@ class TensorParallel:
         is_floats = isinstance(x, torch.Tensor) and x.is_floating_point()
         return to_whole(x, self.mesh) if is_floats else x
 
-    def gather_inputs(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Pre-hook of a module that reads hidden states: gathers once for all of its layers."""
+    def gather_inputs(self, has_columns: bool, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Pre-hook of a module that reads hidden states: gathers once for all of its layers.
+
+        In local blocks, only modules with column layers of their own (`has_columns`) need them all.
+        """
         if self.run.width:
-            return gather_inputs(self.run, module, args, kwargs)
+            return gather_inputs(self.run, module, args, kwargs) if has_columns else None
 
         def gathered(x: Any) -> Any:
             if isinstance(x, DTensor) and x.placements == (Shard(1),) and x.ndim == 3:

@@ -4,7 +4,12 @@
 states are sharded along the sequence. Collectives are where Megatron has them: the sequence is
 gathered before column layers, and the sums of row layers are scattered along it. Each rank computes
 a part of every sum, so gradients of all replicated parameters are partial; those of a block are
-summed over the ranks by one all-reduce. A block is compiled as one graph.
+summed over the ranks by one all-reduce. A dense block is compiled as one graph.
+
+Tokens may also come as rows of a matrix. Routers see this rank's tokens; stacks of experts gather
+tokens and their choices, compute the experts of this rank and scatter the sums. A norm over the
+outputs of a column layer gathers their features. The rows of a fused projection are shards of the
+stored weight; its parts (queries, keys and values; gate and up) are gathered and cut one by one.
 
 Whether blocks of a kind may run so is tried on a tiny model of the class (local_trial.py). Others,
 and rows whose length the ranks do not divide, run on DTensors (layers.py).
@@ -15,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -32,9 +38,10 @@ from shardwise.core.compat.torch_private import (
     tree_map,
 )
 from shardwise.parallel.tensor.local import to_local, wrap
+from shardwise.parallel.tensor.own_experts import sum_of_own_experts
 
 Sequence = Callable[[torch.Tensor], torch.Tensor]
-Attributes = Mapping[nn.Module, Mapping[str, int]]
+Attributes = Mapping[nn.Module, Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -96,17 +103,26 @@ def along_sequence(size: int, gather: Sequence, scatter: Sequence) -> tuple[Sequ
 
 
 class LocalRun:
-    """Whether a local block is running: the width of this rank's part of the rows, or 0."""
+    """Whether a local block is running: the shape of this rank's part of the rows, or 0."""
 
     def __init__(self, ranks: TensorRanks) -> None:
         self.ranks = ranks
+        self.rows = 0
         self.width = 0
 
     def gathered(self, x: Any) -> Any:
-        """Hidden states of all ranks, if `x` is this rank's part."""
-        if not isinstance(x, torch.Tensor) or x.ndim != 3 or x.shape[1] != self.width:
+        """Hidden states of all ranks, if `x` is this rank's part, as rows of tokens or tokens."""
+        if not isinstance(x, torch.Tensor) or not x.is_floating_point():
             return x
-        return self.ranks.gather(x) if x.is_floating_point() else x
+        if x.ndim == 2 and self.is_part(x):
+            return self.all_tokens(x)
+        return self.ranks.gather(x) if x.ndim == 3 and x.shape[1] == self.width else x
+
+    def scattered(self, x: torch.Tensor) -> torch.Tensor:
+        """This rank's part of the sum over the ranks of hidden states."""
+        if x.ndim == 3:
+            return self.ranks.scatter(x)
+        return self.ranks.scatter(x.view(self.rows, -1, x.shape[-1])).flatten(0, 1)
 
     def column(self, forward: Callable[..., Any], x: torch.Tensor) -> Any:
         """Forward of a layer whose outputs are sharded."""
@@ -114,7 +130,81 @@ class LocalRun:
 
     def row(self, forward: Callable[..., Any], x: torch.Tensor) -> Any:
         """Forward of a layer whose inputs are sharded: this rank's part of the sum."""
-        return self.ranks.scatter(forward(x))
+        return self.scattered(forward(x))
+
+    def experts(
+        self,
+        module: Any,
+        forward: Callable[..., Any],
+        hidden: torch.Tensor,
+        index: torch.Tensor,
+        weights: torch.Tensor,
+        *rest: Any,
+    ) -> torch.Tensor:
+        """Forward of a stack of experts that is sharded over the ranks, for this rank's tokens."""
+        inputs = (self.all_tokens(x.flatten(0, -2)) for x in (hidden, index, weights))
+        count = int(getattr(module, next(iter(module._parameters))).shape[0])
+        first = self.ranks.rank * count
+        summed = sum_of_own_experts(module, forward, first, count, *inputs, *rest)
+        return self.scattered(summed).view(hidden.shape)
+
+    def norm(
+        self, features: int, forward: Callable[..., Any], x: torch.Tensor, *rest: Any
+    ) -> torch.Tensor:
+        """Forward of a norm over `features`, of which `x` may be this rank's part."""
+        own = x.shape[-1]
+        if not self.width or own * self.ranks.size != features:
+            return forward(x, *rest)  # type: ignore[no-any-return]
+        gathered = self.ranks.gather(x.reshape(-1, own)).view(*x.shape[:-1], features)
+        y: torch.Tensor = forward(gathered, *rest)
+        return y.narrow(-1, self.ranks.rank * own, own)
+
+    def is_part(self, tokens: torch.Tensor) -> bool:
+        """Whether the first dim counts this rank's tokens."""
+        return len(tokens) == self.rows * self.width
+
+    def all_tokens(self, own: torch.Tensor) -> torch.Tensor:
+        """The tokens of all ranks, in the order of the rows, from this rank's."""
+        return self.ranks.gather(own.reshape(self.rows, self.width, -1)).flatten(0, 1)
+
+    def own_tokens(self, tokens: torch.Tensor) -> torch.Tensor:
+        """This rank's tokens of all; of its own, all."""
+        if self.is_part(tokens):
+            return tokens
+        split = tokens.view(self.rows, self.ranks.size, self.width, *tokens.shape[1:])
+        return split[:, self.ranks.rank].flatten(0, 1)
+
+    def summed(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum over the ranks, of which every rank computes the same loss."""
+        total: torch.Tensor = _Summed.apply(x, self.ranks.add_up)  # type: ignore[no-untyped-call]
+        return total
+
+
+class _Summed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, add_up: Sequence) -> torch.Tensor:  # type: ignore[override]
+        return add_up(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        return gradient, None
+
+
+def local_run_of(module: nn.Module) -> LocalRun | None:
+    """The run of the local block that a module is in, while the block is running."""
+    run: LocalRun | None = vars(module).get("local_run")
+    return run if run is not None and run.width else None
+
+
+class LocalConfig:
+    """A model's config with a rank's share of some counts."""
+
+    def __init__(self, config: Any, counts: Mapping[str, int]) -> None:
+        vars(self).update(counts)
+        self._config = config
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._config, name)
 
 
 def gather_inputs(run: LocalRun, module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -123,13 +213,42 @@ def gather_inputs(run: LocalRun, module: nn.Module, args: Any, kwargs: Any) -> A
     return args, {name: run.gathered(x) for name, x in kwargs.items()}
 
 
+def part_sizes(count: int, outputs: int, read: int) -> tuple[int, ...]:
+    """The parts of a fused projection: the first is as wide as what the next layer reads."""
+    return (read, *[(outputs - read) // (count - 1)] * (count - 1))
+
+
+def own_rows(sizes: tuple[int, ...], ranks: int, rank: int) -> torch.Tensor:
+    """The rows of a rank of a projection that is cut part by part."""
+    rows = torch.arange(sum(sizes)).split(sizes)
+    return torch.cat([part.chunk(ranks)[rank] for part in rows])
+
+
 @dataclass(frozen=True)
 class Slot:
-    """Where a block has a parameter; `once`: only the first rank adds it to a sum over ranks."""
+    """Where a block has a parameter, and what its code sees of it.
+
+    `once`: only the first rank adds it to a sum over ranks. `heads`: a replicated vector of which
+    it sees this rank's part. `sizes`: the parts of a fused projection, along `dim`.
+    """
 
     module: nn.Module
     name: str
-    once: bool
+    once: bool = False
+    heads: bool = False
+    sizes: tuple[int, ...] = ()
+    dim: int = 0
+
+    def seen(self, shard: torch.Tensor, ranks: TensorRanks) -> torch.Tensor:
+        """What the block's code sees of a parameter, from its local shard."""
+        if self.heads:
+            return shard.chunk(ranks.size)[ranks.rank]
+        if not self.sizes:
+            return shard
+        rows = shard.movedim(self.dim, 0)
+        full = ranks.gather(rows.reshape(1, len(rows), prod(rows.shape[1:])))[0]
+        index = own_rows(self.sizes, ranks.size, ranks.rank).to(full.device)
+        return full[index].view(rows.shape).movedim(0, self.dim)
 
 
 class LocalBlock:
@@ -169,12 +288,12 @@ class LocalBlock:
             shape = torch.Size((x.shape[0], hidden.shape[1], x.shape[2]))
             return wrap(x, self._mesh, Shard(1), shape)
 
-        with self._localised(width):
+        with self._localised(hidden.shape[0], width):
             output = self.compute(*tree_map(enter, args), **tree_map(enter, kwargs))
         return tree_map(leave, output)
 
     @contextmanager
-    def _localised(self, width: int) -> Iterator[None]:
+    def _localised(self, rows: int, width: int) -> Iterator[None]:
         """Within it modules see this rank's shards and counts."""
         parameters = [slot.module._parameters[slot.name] for slot in self._slots]
         for slot, value in zip(self._slots, self._local(parameters), strict=True):
@@ -184,6 +303,7 @@ class LocalBlock:
         ]
         for module, values in self._attributes.items():
             vars(module).update(values)
+        self._run.rows = rows
         self._run.width = width
         try:
             yield
@@ -202,10 +322,12 @@ class LocalBlock:
         values = []
         for slot, parameter in zip(self._slots, parameters, strict=True):
             if parameter.requires_grad:
-                values.append(next(shards))
-                continue
-            local = local_tensor(parameter)
-            values.append(torch.zeros_like(local) if slot.once and self._run.ranks.rank else local)
+                local = next(shards)
+            else:
+                local = local_tensor(parameter)
+                if slot.once and self._run.ranks.rank:
+                    local = torch.zeros_like(local)
+            values.append(slot.seen(local, self._run.ranks))
         return values
 
 
