@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from support import judged
-from support.judged import Hand, conversation, start
+from support.judged import Hand, as_reference, conversation, loss_of, start
 from support.packed import tiny
 from support.tiny import LLAMA, saved_model, tiny_run, tokenizer_folder
 
@@ -65,7 +65,8 @@ def ours(models: tuple[Any, Any], settings: Distill, packing: bool = True) -> An
     reader = Hand(DOCUMENTS, packing)
     rows = [[0, 1], [2], [3, 4, 5]] if packing else [[i] for i in range(6)]
     batch = DistillationLayout(0).collate(reader, reader.sequences(*rows), 0)
-    return DistillObjective(pupil, True, settings, WORDS, TeacherLogProbs(teacher, True, WORDS))(pupil, batch)
+    asked = TeacherLogProbs(teacher, True, WORDS, as_reference(teacher))
+    return loss_of(DistillObjective(pupil, True, settings, WORDS, asked), pupil, batch)
 
 
 @pytest.mark.parametrize("packing", [True, False], ids=["packed", "unpacked"])

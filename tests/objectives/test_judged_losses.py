@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.judged import Hand, apart, as_reference, conversation, pair, plain_log_prob
+from support.judged import Hand, apart, as_reference, conversation, loss_of, pair, plain_log_prob
 from support.packed import tiny
 
 from shardwise.config.objectives import Dpo, Kto, Orpo
@@ -104,7 +104,7 @@ def test_equals_the_formula(name: str, packing: bool, model: Any, frozen: Any) -
     reader = Hand(documents, packing)
     layout = KtoLayout(0) if name == "kto" else PreferenceLayout(0)
     sequences = reader.sequences(*(LAYOUT if packing else [[i] for i in range(6)]))
-    loss = objective_of(settings, model, frozen)(model, layout.collate(reader, sequences, 0))
+    loss = loss_of(objective_of(settings, model, frozen), model, layout.collate(reader, sequences, 0))
     ours = gradients(model, loss.total)
     conversations = apart(documents, kto=name == "kto")
     with torch.no_grad():
@@ -123,7 +123,9 @@ def test_figures(name: str, model: Any, frozen: Any) -> None:
     documents, layout = (KTO_DOCUMENTS, KtoLayout(0)) if name == "kto" else (PAIR_DOCUMENTS, PreferenceLayout(0))
     reader = Hand(documents, True)
     with torch.no_grad():
-        loss = objective_of(settings, model, frozen)(model, layout.collate(reader, reader.sequences(*LAYOUT), 0))
+        loss = loss_of(
+            objective_of(settings, model, frozen), model, layout.collate(reader, reader.sequences(*LAYOUT), 0)
+        )
         rewards = [
             settings.beta * (plain_log_prob(model, one)[0] - plain_log_prob(frozen, one)[0]).item()
             for one in apart(documents, kto=name == "kto")
@@ -143,7 +145,7 @@ def test_figures(name: str, model: Any, frozen: Any) -> None:
 def test_against_itself_a_pair_costs_ln_2(model: Any) -> None:
     reader = Hand(PAIR_DOCUMENTS, True)
     objective = DpoObjective(model, True, Dpo(), as_reference(model))
-    loss = objective(model, PreferenceLayout(0).collate(reader, reader.sequences(*LAYOUT), 0))
+    loss = loss_of(objective, model, PreferenceLayout(0).collate(reader, reader.sequences(*LAYOUT), 0))
     assert loss.total.item() / 6 == pytest.approx(np.log(2), abs=1e-7)
     assert loss.figures["margin"].item() == 0 == loss.figures["reward_chosen"].item()
 
@@ -152,10 +154,10 @@ def test_sums_by_source(model: Any, frozen: Any) -> None:
     """Pairs of two sources in one row: each source has its own pairs' losses."""
     reader = Hand(PAIR_DOCUMENTS, True, sources=[0, 1, 0, 1, 1, 1])
     objective = DpoObjective(model, True, Dpo(), as_reference(frozen))
-    loss = objective(model, PreferenceLayout(0).collate(reader, reader.sequences(*LAYOUT), 0))
+    loss = loss_of(objective, model, PreferenceLayout(0).collate(reader, reader.sequences(*LAYOUT), 0))
     assert loss.units.tolist() == [2, 4]
     alone = Hand([PAIR_DOCUMENTS[0], PAIR_DOCUMENTS[2]], True)
-    first = objective(model, PreferenceLayout(0).collate(alone, alone.sequences([0], [1]), 0))
+    first = loss_of(objective, model, PreferenceLayout(0).collate(alone, alone.sequences([0], [1]), 0))
     assert loss.by_source[0].item() == pytest.approx(first.total.item(), rel=1e-6)
     assert loss.by_source.sum().item() == pytest.approx(loss.total.item(), rel=1e-6)
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import torch
 
 from shardwise.data.packing import DOCUMENT
 from shardwise.data.store import LEARNED
+from shardwise.nn.objective import prepared
 from support.ranks import run_ranks
 from support.tiny import PAIRS, tiny_run, tokenizer_folder
 
@@ -98,13 +98,18 @@ def plain_log_prob(model: Any, marked: np.ndarray) -> tuple[torch.Tensor, int]:
 
 
 def as_reference(model: Any) -> Any:
-    """A seam that gives this model, whatever is trained."""
+    """A seam that asks this model, whatever is trained."""
 
-    @contextmanager
-    def reference(_: Any) -> Iterator[Any]:
-        yield model
+    def reference(batches: list[Any], compute: Any, absent: Any) -> list[Any]:
+        with torch.no_grad():
+            return [compute(model, batch) for batch in batches]
 
     return reference
+
+
+def loss_of(objective: Any, model: Any, batch: Any) -> Any:
+    """The loss of a micro-batch, after the second model has been asked."""
+    return objective(model, *prepared(objective, [batch]))
 
 
 def start(function: Any, ranks: int, *args: Any) -> list[Any]:

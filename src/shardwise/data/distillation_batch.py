@@ -28,11 +28,14 @@ class DistillationBatch(MicroBatch):
     """Causal batch with `places`, the positions in the flattened rows that predict a loss token.
 
     For each position: the teacher's top-k tokens (places, k) and log-probabilities (places, k + 1), if precomputed.
+    `asked` is what a teacher that is not precomputed says of the positions that this rank has: top-k tokens (None: all
+    tokens) and log-probabilities.
     """
 
     places: torch.Tensor
     likeliest: torch.Tensor | None = None
     log_probs: torch.Tensor | None = None
+    asked: tuple[torch.Tensor | None, torch.Tensor] | None = None
 
 
 class TeacherAnswers:

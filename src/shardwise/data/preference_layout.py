@@ -23,13 +23,15 @@ class PreferenceBatch(MicroBatch):
     """Conversations and, for every position, the index of its conversation; padding has the index `count`.
 
     In pairs, 2i is chosen and 2i + 1 rejected. `wanted`: 1 or 0 for single answers. `answer_sources`: the source of
-    each pair or single answer, None if there is only one.
+    each pair or single answer, None if there is only one. `reference`: each conversation's log-probability by the
+    reference model, once that has been asked (zeros on pipeline stages that have no use for it).
     """
 
     conversations: torch.Tensor
     count: int
     wanted: torch.Tensor | None = None
     answer_sources: torch.Tensor | None = None
+    reference: torch.Tensor | None = None
 
 
 class _Conversations:

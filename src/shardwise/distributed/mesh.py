@@ -18,8 +18,9 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -187,6 +188,17 @@ def _meshes(device: str, layout: MeshLayout) -> dict[str, DeviceMesh]:
         root = init_device_mesh(device, layout.expert_mesh, mesh_dim_names=("pipeline", *names, "expert"))
         meshes |= {"expert": root["expert"], "expert_shards": root[names]}
     return meshes
+
+
+def all_shard(world: World) -> World:
+    """The same ranks without axes: one group that shards a model that runs before training; collective."""
+    if world.layout.pipeline == world.layout.context == world.layout.tensor == world.layout.expert == 1:
+        return world
+    layout = MeshLayout(1, world.size)
+    meshes: dict[str, Any] = dict(_meshes(world.device.type, layout))
+    connect(meshes["mesh"].get_all_groups(), world.device)
+    none: dict[str, Any] = dict.fromkeys(("tensor", "context", "pipeline", "expert", "expert_shards"))
+    return replace(world, layout=layout, **meshes, **none)
 
 
 def connect(groups: Iterable[dist.ProcessGroup], device: torch.device, neighbours: bool = False) -> None:

@@ -102,6 +102,10 @@ def prepare_run(
         result.put("train.micro_batch_size", fitting.train.micro_batch_size, "the largest that fits")
     vocabulary = vocabulary_size(model)
     teacher = find_teacher(result.run, tokenizer, vocabulary, say)
+    if teacher is not None:
+        from shardwise.objectives.distill import check_teacher_axes
+
+        check_teacher_axes(result.run, teacher, world_size(result.run))
     purpose = purpose_of(result.run)
     wanted = result.run.train.epochs or (None if result.run.train.steps is not None else 1.0)
     early = wanted is None or epochs is not None  # a run that counts in epochs must know how long they are

@@ -62,9 +62,9 @@ class Trainer:
                     progress = bars.update if os.environ.get("RANK", "0") == "0" else None
                     self._resolved = prepare_run(self.loaded, say, progress, partial(self._gate, say))
                 if self._resolved.run.parallel.uses_model_parallelism and int(os.environ.get("LOCAL_RANK", 0)) == 0:
-                    from shardwise.train.trial.check import check_axes
+                    from shardwise.train.trial.check import check_run_axes
 
-                    check_axes(self._resolved.source, self._resolved.run, say)
+                    check_run_axes(self._resolved, say)
             except BaseException:
                 self._folder.release()
                 raise

@@ -37,11 +37,20 @@ class Loss:
         return Loss(0 * self.total, 0 * self.by_source, 0 * self.units, figures)
 
 
+def prepared(objective: Objective, batches: list[Any]) -> list[Any]:
+    """Micro-batches with what a frozen second model says about them, for objectives that compare with one.
+
+    Call it with full micro-batches, before their forwards: collective, and in a pipeline a pass of its own.
+    """
+    ask = getattr(objective, "prepare", None)
+    return batches if ask is None else list(ask(batches))
+
+
 class Objective(Protocol):
     """Anything the loop can train: a forward that returns the summed loss of a micro-batch.
 
     `figures` names those of its losses, in order. `of_tokens`: the loss is -log p of each loss token, so that its mean
-    has a perplexity.
+    has a perplexity. One that compares with a second model has `prepare` too (see the function).
     """
 
     figures: tuple[str, ...]

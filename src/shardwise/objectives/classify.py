@@ -11,6 +11,7 @@ import torch.nn.functional as F
 
 from shardwise.data.rows import RowBatch
 from shardwise.nn.objective import Loss, sum_by_source
+from shardwise.objectives.head import full_logits
 
 
 class ClassifyObjective:
@@ -26,7 +27,7 @@ class ClassifyObjective:
         """Sum of -log p over the texts of the micro-batch."""
         if not self._typed:
             batch = replace(batch, token_type_ids=None)
-        logits = model(**batch.inputs).logits.float()
+        logits = full_logits(model(**batch.inputs).logits).float()
         losses = F.cross_entropy(logits, batch.labels, reduction="none")
         loss = sum_by_source(losses, torch.ones_like(losses), batch.sources, batch.source_count)
         right = (logits.detach().argmax(-1) == batch.labels).sum()

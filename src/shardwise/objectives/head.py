@@ -26,7 +26,7 @@ from shardwise.data.loader import IGNORE
 from shardwise.nn.kernels.add_product import add_product_
 from shardwise.nn.kernels.cross_entropy import cross_entropy_, cross_entropy_parallel_
 from shardwise.nn.objective import Loss, sum_by_source
-from shardwise.parallel.tensor.local import offset_of, to_local, to_whole
+from shardwise.parallel.tensor.local import offset_of, to_local, to_whole, wrap
 from shardwise.parallel.zero.collectives import all_gather
 from shardwise.parallel.zero.stages import ShardedModel
 
@@ -189,6 +189,26 @@ class _HeadLoss(torch.autograd.Function):
         return d_hidden, d_weight, d_bias, None, None
 
 
+def full_logits(logits: torch.Tensor) -> torch.Tensor:
+    """Logits in full on every rank, each of which computes the same loss from them."""
+    if not isinstance(logits, DTensor):
+        return logits
+    return to_local(logits.redistribute(placements=[Replicate()]), Replicate())
+
+
+def full_logits_at(logits: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """(places, vocabulary) logits at these places of the flattened rows, in full on every rank."""
+    if not isinstance(logits, DTensor):
+        return logits.flatten(0, 1)[places]
+    last = Shard(logits.ndim - 1)
+    if logits.placements != (last,):
+        return full_logits(logits).flatten(0, 1)[places]
+    local = to_local(logits, last).flatten(0, 1)[places]
+    shape = torch.Size([len(places), logits.shape[-1]])
+    gathered = wrap(local, logits.device_mesh, Shard(1), shape)
+    return to_local(gathered.redistribute(placements=[Replicate()]), Replicate())
+
+
 def token_losses(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """-log p of flat labels, 0 where ignored; logits sharded by vocabulary are not gathered."""
     if not isinstance(logits, DTensor):
@@ -196,8 +216,7 @@ def token_losses(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         return F.cross_entropy(wide, labels, ignore_index=IGNORE, reduction="none")
     last = Shard(logits.ndim - 1)
     if logits.placements != (last,):
-        full = to_local(logits.redistribute(placements=[Replicate()]), Replicate())
-        return token_losses(full, labels)
+        return token_losses(full_logits(logits), labels)
     local = to_local(logits, last)
     first = offset_of(logits)[-1]
     group = logits.device_mesh.get_group()

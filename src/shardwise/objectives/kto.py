@@ -11,11 +11,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from shardwise.config.objectives import Kto
 from shardwise.data.preference_layout import PreferenceBatch
 from shardwise.nn.objective import Loss
-from shardwise.objectives.answer_log_probs import AnswerLogProbs, Reference, judged_loss
+from shardwise.objectives.answer_log_probs import AnswerLogProbs, Reference
 
 
 class KtoObjective:
@@ -28,22 +29,32 @@ class KtoObjective:
     figures: tuple[str, ...] = ("accuracy", "reward")
     of_tokens = False
 
-    def __init__(self, model: Any, apart: bool, settings: Kto, reference: Reference) -> None:
-        self._log_probs = AnswerLogProbs(model, apart)
+    def __init__(
+        self,
+        model: Any,
+        apart: bool,
+        settings: Kto,
+        reference: Reference,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self._log_probs = AnswerLogProbs(model, apart, group)
         self._settings = settings
         self._reference = reference
 
+    def prepare(self, batches: list[PreferenceBatch]) -> list[PreferenceBatch]:
+        """The micro-batches with the reference's log-probabilities."""
+        return self._log_probs.by_reference(self._reference, batches)
+
     def __call__(self, model: Any, batch: PreferenceBatch) -> Loss:
-        """The loss, summed over the answers of the micro-batch."""
-        assert batch.wanted is not None
-        before = self._log_probs.before(self._reference, model, batch)
-        wanted = batch.wanted.to(before.dtype)
+        """The loss, summed over the answers of a prepared micro-batch."""
         sums, _ = self._log_probs(model, batch)
-        reward = (2 * wanted - 1) * self._settings.beta * (sums - before)
+        assert batch.wanted is not None and batch.reference is not None
+        wanted = batch.wanted.to(sums.dtype)
+        reward = (2 * wanted - 1) * self._settings.beta * (sums - batch.reference)
         weights = torch.lerp(
             torch.full_like(wanted, self._settings.undesirable_weight),
             torch.full_like(wanted, self._settings.desirable_weight),
             wanted,
         )
         losses = weights * torch.sigmoid(-reward)
-        return judged_loss(losses, batch, accuracy=reward > 0, reward=reward)
+        return self._log_probs.loss(losses, batch, accuracy=reward > 0, reward=reward)

@@ -11,6 +11,7 @@ from shardwise.objectives.classify import ClassifyObjective
 from shardwise.objectives.head import join_head
 from shardwise.objectives.masked import MaskedObjective
 from shardwise.objectives.seq2seq import Seq2seqObjective
+from shardwise.parallel.parallel_context import ParallelContext
 
 if TYPE_CHECKING:
     from shardwise.distributed.mesh import World
@@ -28,15 +29,16 @@ def make_objective(
     trial: CallsWhole | None = None,
     say: Callable[[str], None] = lambda _: None,
     routers: RouterLosses | None = None,
+    context: ParallelContext | None = None,
 ) -> Objective:
     """The run's objective over its sharded model.
 
     `apart`: as returned by `check_documents`. `trial`: a model that runs full forwards where the
-    sharded one cannot. `routers`: adds their losses.
+    sharded one cannot. `routers`: adds their losses. `context`: the model's axes, if it has any.
     """
     from shardwise.parallel.routers.hooks import RoutedObjective
 
-    plain = _plain(job, world, sharded, apart, trial, say)
+    plain = _plain(job, world, sharded, apart, trial, say, context or ParallelContext(world))
     if routers is None:
         return plain
     return RoutedObjective(plain, routers)
@@ -49,6 +51,7 @@ def _plain(
     apart: bool,
     trial: CallsWhole | None,
     say: Callable[[str], None],
+    context: ParallelContext,
 ) -> Objective:
     settings: Any = job.run.objective
     match settings.type:
@@ -62,7 +65,7 @@ def _plain(
         case "classify":
             return ClassifyObjective(sharded.model)
         case "dpo" | "orpo" | "kto":
-            return _judged(job, world, sharded.model, apart)
+            return _judged(job, world, sharded.model, apart, context)
         case "distill":
             from shardwise.objectives.distill import make_distill
 
@@ -71,13 +74,16 @@ def _plain(
             raise NotImplementedError(other)
 
 
-def _judged(job: ResolvedRun, world: World, model: Any, apart: bool) -> Objective:
+def _judged(
+    job: ResolvedRun, world: World, model: Any, apart: bool, context: ParallelContext
+) -> Objective:
     from shardwise.objectives.kto import KtoObjective
     from shardwise.objectives.preference import DpoObjective, OrpoObjective
     from shardwise.objectives.reference import make_reference
 
     settings: Any = job.run.objective
+    group = context.parts
     if settings.type == "orpo":
-        return OrpoObjective(model, apart, settings)
+        return OrpoObjective(model, apart, settings, group)
     kind = DpoObjective if settings.type == "dpo" else KtoObjective
-    return kind(model, apart, settings, make_reference(job, world))
+    return kind(model, apart, settings, make_reference(job, world, model, context), group)

@@ -9,12 +9,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 
 from shardwise.config.objectives import Dpo, Orpo
 from shardwise.data.preference_layout import PreferenceBatch
 from shardwise.nn.objective import Loss
-from shardwise.objectives.answer_log_probs import AnswerLogProbs, Reference, judged_loss
+from shardwise.objectives.answer_log_probs import AnswerLogProbs, Reference
 
 CERTAIN = -1e-6  # largest mean log-probability of an answer, which keeps its odds finite
 
@@ -25,24 +26,34 @@ class DpoObjective:
     figures: tuple[str, ...] = ("accuracy", "margin", "reward_chosen", "reward_rejected")
     of_tokens = False
 
-    def __init__(self, model: Any, apart: bool, settings: Dpo, reference: Reference) -> None:
-        self._log_probs = AnswerLogProbs(model, apart)
+    def __init__(
+        self,
+        model: Any,
+        apart: bool,
+        settings: Dpo,
+        reference: Reference,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self._log_probs = AnswerLogProbs(model, apart, group)
         self._settings = settings
         self._reference = reference
 
+    def prepare(self, batches: list[PreferenceBatch]) -> list[PreferenceBatch]:
+        """The micro-batches with the reference's log-probabilities."""
+        return self._log_probs.by_reference(self._reference, batches)
+
     def __call__(self, model: Any, batch: PreferenceBatch) -> Loss:
-        """The loss, summed over the pairs of the micro-batch."""
+        """The loss, summed over the pairs of a prepared micro-batch."""
         settings = self._settings
-        # First, so that the model's own forward is the last before its backward.
-        before = self._log_probs.before(self._reference, model, batch)
         sums, counts = self._log_probs(model, batch)
-        chosen, rejected = (settings.beta * (sums - before)).view(-1, 2).unbind(1)
+        assert batch.reference is not None
+        chosen, rejected = (settings.beta * (sums - batch.reference)).view(-1, 2).unbind(1)
         margin = chosen - rejected
         smoothing = settings.label_smoothing
         losses = -(1 - smoothing) * F.logsigmoid(margin) - smoothing * F.logsigmoid(-margin)
         if settings.sft:
             losses = losses - settings.sft * (sums / counts)[::2]
-        return judged_loss(
+        return self._log_probs.loss(
             losses,
             batch,
             accuracy=margin > 0,
@@ -58,8 +69,10 @@ class OrpoObjective:
     figures: tuple[str, ...] = ("accuracy", "margin", "loss_chosen")
     of_tokens = False
 
-    def __init__(self, model: Any, apart: bool, settings: Orpo) -> None:
-        self._log_probs = AnswerLogProbs(model, apart)
+    def __init__(
+        self, model: Any, apart: bool, settings: Orpo, group: dist.ProcessGroup | None = None
+    ) -> None:
+        self._log_probs = AnswerLogProbs(model, apart, group)
         self._beta = settings.beta
 
     def __call__(self, model: Any, batch: PreferenceBatch) -> Loss:
@@ -71,4 +84,5 @@ class OrpoObjective:
         plain = -means[::2]
         margin = chosen - rejected
         losses = plain - self._beta * F.logsigmoid(margin)
-        return judged_loss(losses, batch, accuracy=margin > 0, margin=margin, loss_chosen=plain)
+        figures = {"accuracy": margin > 0, "margin": margin, "loss_chosen": plain}
+        return self._log_probs.loss(losses, batch, **figures)

@@ -7,13 +7,14 @@ initial files, also in a resumed run.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from shardwise.config.schema import Run
 from shardwise.objectives.answer_log_probs import Reference
 from shardwise.parallel.frozen_model import build_frozen
+from shardwise.parallel.parallel_context import ParallelContext
 
 if TYPE_CHECKING:
     from shardwise.distributed.mesh import World
@@ -25,28 +26,31 @@ def needs_copy(run: Run) -> bool:
     return run.method.type == "full" or bool(run.method.modules_to_save)
 
 
-def make_reference(job: ResolvedRun, world: World) -> Reference:
-    """A function that gives the reference of a model, as a context around a forward."""
-    if not needs_copy(job.run):
-        return without_adapters
-    copy = build_frozen(job.source, job.run, world)
+def make_reference(
+    job: ResolvedRun, world: World, model: Any, context: ParallelContext
+) -> Reference:
+    """The reference of a model, sharded along the same axes."""
+    if needs_copy(job.run):
+        return build_frozen(job.source, job.run, world).answers
 
-    @contextmanager
-    def frozen(model: Any) -> Iterator[Any]:
-        yield copy.model
+    def base(
+        batches: list[Any], compute: Callable[[Any, Any], Any], absent: Callable[[Any], Any]
+    ) -> list[Any]:
+        with without_adapters(model):
+            return context.answers(model, batches, compute, absent)
 
-    return frozen
+    return base
 
 
 @contextmanager
-def without_adapters(model: Any) -> Iterator[Any]:
-    """The base of a model with adapters, in evaluation mode."""
+def without_adapters(model: Any) -> Iterator[None]:
+    """The context in which a model with adapters is its base, in evaluation mode."""
     from shardwise.nn.adapters.layers import adapter_disabled
 
     training = model.training
     model.eval()
     try:
         with adapter_disabled(model):
-            yield model
+            yield
     finally:
         model.train(training)

@@ -6,7 +6,7 @@ Without such axes every method does the plain thing: one forward after the other
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from shardwise.distributed.mesh import World
-from shardwise.nn.objective import Loss, Objective
+from shardwise.nn.objective import Loss, Objective, prepared
 from shardwise.parallel.pipeline.schedule import bubble, picture, simulate
 
 if TYPE_CHECKING:
@@ -79,6 +79,12 @@ class ParallelContext:
     def counts(self) -> bool:
         """Whether this rank's losses count: one rank along `tensor`, the last stage."""
         return self.world.place.tensor == 0 and (self.stages is None or self.stages.is_last)
+
+    @property
+    def parts(self) -> dist.ProcessGroup | None:
+        """The ranks that have parts of the same sequences, if these are divided."""
+        mesh = self.world.context if self.context is not None else None
+        return None if mesh is None else mesh.get_group()
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -145,9 +151,32 @@ class ParallelContext:
         """Losses of micro-batches, without backward; empty if another stage computes them."""
         with self.active():
             if self.pipeline is not None:
-                losses: list[Loss] = self.pipeline.evaluate(batches, self._computing(objective))
+                asked = prepared(objective, batches)
+                losses: list[Loss] = self.pipeline.evaluate(asked, self._computing(objective))
                 return losses
             return [self.loss(model, objective, batch) for batch in batches]
+
+    def answers(
+        self,
+        model: Any,
+        batches: list[Any],
+        compute: Callable[[Any, Any], Any],
+        absent: Callable[[Any], Any],
+    ) -> list[Any]:
+        """`compute` of a model and this rank's part of each micro-batch, without gradients.
+
+        On stages before the last `absent` of the part, which has the same shapes: stages agree on
+        those of micro-batches. For frozen second models, and for a model without its adapters.
+        """
+
+        def ask(model: Any, batch: Any) -> Any:
+            return compute(model, self.share(batch))
+
+        with torch.no_grad(), self.active(), self._uncounted():
+            if self.pipeline is None:
+                return [ask(model, batch) for batch in batches]
+            answers = self.pipeline.evaluate(batches, ask)
+            return answers or [absent(self.share(batch)) for batch in batches]
 
     def learn(
         self,
@@ -171,8 +200,9 @@ class ParallelContext:
             prepare(last, splits or not running)
 
         with self.active():
+            asked = prepared(objective, batches)
             losses: list[Loss] = self.pipeline.step(
-                batches, self._computing(objective), to_backward, before_backward
+                asked, self._computing(objective), to_backward, before_backward
             )
         assert self._sharded is not None
         self.stages.sum_shared_gradients(self._sharded.gradient_of)
@@ -180,14 +210,21 @@ class ParallelContext:
 
     def loss(self, model: Any, objective: Objective, batch: Any) -> Loss:
         """The loss of this rank's part of a micro-batch; zero if its rows do not count."""
+        return self._prepared_loss(model, objective, prepared(objective, [batch])[0])
+
+    def _prepared_loss(self, model: Any, objective: Objective, batch: Any) -> Loss:
         part = self.share(batch)
         if batch.counts:
             return objective(model, part)
-        with self.loads.ignored() if self.loads is not None else nullcontext():
+        with self._uncounted():
             return objective(model, part).uncounted()
 
+    def _uncounted(self) -> AbstractContextManager[None]:
+        """The context of forwards whose tokens no expert's load counts."""
+        return self.loads.ignored() if self.loads is not None else nullcontext()
+
     def _computing(self, objective: Objective) -> Callable[[Any, Any], Loss]:
-        return lambda model, batch: self.loss(model, objective, batch)
+        return lambda model, batch: self._prepared_loss(model, objective, batch)
 
 
 def _copies(parameter: torch.Tensor) -> int:

@@ -15,7 +15,7 @@ import torch
 
 from shardwise.data.epochs import micro_batches
 from shardwise.data.loader import Loader
-from shardwise.nn.objective import Loss, Objective
+from shardwise.nn.objective import Loss, Objective, prepared
 from shardwise.train.meter import figures_by_source
 
 Several = Callable[[list[Any]], list[Loss]]
@@ -72,7 +72,10 @@ def summed_losses(
             # A rank without a sequence takes part (the forward is collective) but counts nothing.
             samples = [loader.sequence(index) for index in micro] or [loader.sequence(0)]
             batches.append(loader.collate(samples).to(device))
-        losses = several(batches) if several else [objective(model, batch) for batch in batches]
+        if several is not None:
+            losses = several(batches)
+        else:
+            losses = [objective(model, batch) for batch in prepared(objective, batches)]
         for micro, loss in zip(turn, losses, strict=bool(losses)):
             if len(micro):
                 part = _sums_and_units(loss, objective)

@@ -198,7 +198,7 @@ def build_state(
     loader = job.loader()
     with as_written(run.compiled):
         objective = make_objective(
-            job, world, sharded, documents, unsharded, say, context.router_losses
+            job, world, sharded, documents, unsharded, say, context.router_losses, context
         )
     meter = _meter(job, world, sharded, position, loader.names, objective.figures)
     watch_collectives(sharded.model, timer)  # last: around the replacements of FSDP's collectives
@@ -317,11 +317,7 @@ def _report_start(
 def check_divided_rows(context: Context, packing: bool, say: Callable[[str], None]) -> None:
     """Rejects packed rows if the model cannot shard them; reports modules that need full rows."""
     support = context.support
-    if packing and not support.packed:
-        reason = support.trouble
-        problem = f"packed documents cannot be divided over ranks by this model ({reason})"
-        remedy = "set data.packing: false, or parallel.context: 1"
-        raise UserError("data.packing", True, problem, remedy)
+    context.check_packing(packing)
     if support.whole:
         names = ", ".join(sorted(support.whole))
         say(f"context: {names} mix positions by their own code and get whole rows on every rank")

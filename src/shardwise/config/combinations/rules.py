@@ -62,17 +62,10 @@ def _others(features: tuple[Feature, ...], *excluded: Feature) -> tuple[Feature,
 
 
 CODED = (f.ADAMW, f.LION, f.SGD)  # optimizers whose states can be stored in another type
-ONCE = (f.CAUSAL, f.MASKED, f.SEQ2SEQ, f.CLASSIFY)  # objectives that ask the model once per micro-batch
 JUDGED = (f.DPO, f.ORPO, f.KTO)
-BY_TENSOR, BY_CONTEXT = (f.CAUSAL, f.MASKED, f.SEQ2SEQ), (f.CAUSAL, f.MASKED)
 ROWS = (f.SEQ2SEQ, f.MASKED, f.CLASSIFY)
 NEEDS_SHARDS = "set parallel.zero to 1, 2 or 3, or leave it out"
 NEEDS_EVALUATION = "set data.eval (2%, or files of its own), or leave it out"
-SO_FAR = "is for {allowed} so far, and the objective is {{objective.type}}"
-
-
-def _for(allowed: tuple[Feature, ...]) -> str:
-    return SO_FAR.format(allowed=values_of(allowed))
 
 
 SECTIONS = (
@@ -262,10 +255,10 @@ AIMS = (
           "leave it out, or use method: lora"),
     _rule("router.aux_loss", (f.ROUTER, (f.SEQ2SEQ, f.MASKED)),
           "is for causal models and classifiers; others with routers are not supported", "leave it out"),
-    _rule("parallel.tensor", (f.TENSOR, _others(f.OBJECTIVES, *BY_TENSOR)), _for(BY_TENSOR), "leave it out"),
-    _rule("parallel.context", (f.CONTEXTS, _others(f.OBJECTIVES, *BY_CONTEXT)), _for(BY_CONTEXT), "leave it out"),
-    _rule("parallel.pipeline", (f.SCHEDULES, _others(f.OBJECTIVES, *ONCE)), _for(ONCE), "leave it out"),
-    _rule("parallel.expert", (f.EXPERT, _others(f.OBJECTIVES, *ONCE)), _for(ONCE), "leave it out"),
+    _rule("parallel.context", (f.CONTEXTS, f.SEQ2SEQ),
+          "divides one sequence, and {objective.type} has two with attention across them", "use tensor or pipeline"),
+    _rule("parallel.context", (f.CONTEXTS, f.CLASSIFY),
+          "a class is read from one place of a whole row, by the model's own code", "use tensor or pipeline"),
 )  # fmt: skip
 
 MEMORY = (

@@ -148,7 +148,7 @@ def set_up(
     with acting("cpu"):
         vocabulary = vocabulary_size(asked.model)
         apart = check_documents(asked, vocabulary, job, asked.device, say)
-        objective = make_objective(job, world, sharded, apart, asked, say, context.router_losses)
+        objective = make_objective(job, world, sharded, apart, asked, say, context.router_losses, context)
     with fake or nullcontext():
         disk: Any = NoDisk() if fake is not None else DiskFolder(job.offload_folder, world.rank, world.size)
         optimizer = build_optimizer(job, world, sharded, disk)

@@ -8,6 +8,7 @@ from typing import Any, Literal, cast
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardwise.core.errors import UserError
 from shardwise.nn.tiny.case import CannotParallelize
 from shardwise.parallel.context.gather import Gathering, modules_of
 from shardwise.parallel.context.mask import Attends, ContextRows
@@ -30,6 +31,14 @@ class Context:
     attends: Attends
     support: ContextSupport
     first: int  # position of a document's first token
+
+    def check_packing(self, packing: bool) -> None:
+        """Rejects packed rows if the model cannot divide them."""
+        if packing and not self.support.packed:
+            reason = self.support.trouble
+            problem = f"packed documents cannot be divided over ranks by this model ({reason})"
+            remedy = "set data.packing: false, or parallel.context: 1"
+            raise UserError("data.packing", True, problem, remedy)
 
     def split(self, batch: Batch) -> Batch:
         """This rank's part of a batch: the loss over its labels is this rank's share of the sum.

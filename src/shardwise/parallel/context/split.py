@@ -7,6 +7,7 @@ balances the work. In straight order, rank r holds the adjacent chunks 2r and 2r
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, TypeVar
@@ -15,10 +16,13 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from shardwise.core.effective_device import indices_where
 from shardwise.core.errors import UserError
 from shardwise.core.labels import IGNORE
+from shardwise.data.distillation_batch import DistillationBatch
 from shardwise.data.documents import Documents
 from shardwise.data.loader import MicroBatch
+from shardwise.data.preference_layout import PreferenceBatch
 from shardwise.data.rows import RowBatch
 from shardwise.nn.attention.document_mask import RowsMask
 from shardwise.nn.tiny.case import CannotParallelize
@@ -132,10 +136,29 @@ def split_batch(batch: Batch, ranks: int, rank: int, zigzag: bool) -> tuple[Batc
         "position_ids": layout.take(layout.on(batch.input_ids.device).positions),
         "sources": local_part(batch.sources),
     }
+    if isinstance(batch, PreferenceBatch):
+        changes["conversations"] = local_part(batch.conversations, batch.count)
+    if isinstance(batch, DistillationBatch):
+        changes |= _local_places(batch, lambda full: local_part(full, -1))
     if isinstance(batch, RowBatch):
         changes["token_type_ids"] = local_part(batch.token_type_ids)
         return replace(batch, **changes), layout
     return replace(batch, attention_mask=None, documents=None, **changes), layout
+
+
+def _local_places(
+    batch: DistillationBatch, local_part: Callable[[torch.Tensor], torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """The places that a rank has, as numbers of its own rows, and stored answers about them."""
+    numbers = torch.full_like(batch.labels, -1).flatten()
+    numbers[batch.places] = torch.arange(len(batch.places), device=numbers.device)
+    local = local_part(numbers.view(batch.labels.shape)).flatten()
+    places = indices_where(local >= 0)
+    changes = {"places": places}
+    if batch.likeliest is not None and batch.log_probs is not None:
+        changes["likeliest"] = batch.likeliest[local[places]]
+        changes["log_probs"] = batch.log_probs[local[places]]
+    return changes
 
 
 def layout_of(

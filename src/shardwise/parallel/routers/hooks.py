@@ -15,7 +15,8 @@ same way.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +27,8 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from shardwise.core.compat.torch_private import in_backward
 from shardwise.nn.models.build import find_blocks
-from shardwise.nn.objective import Loss, Objective
+from shardwise.nn.objective import Loss, Objective, prepared
+from shardwise.parallel.context.sums import shares_of, sum_parts
 from shardwise.parallel.routers.losses import RouterLossWeights, losses_of, sums_of
 from shardwise.parallel.routers.token_groups import Tokens, grouped
 from shardwise.parallel.tensor.local import to_local
@@ -102,11 +104,11 @@ class RouterLosses:
         assert sums is not None and weights is not None, "no router was called"
         if self._group is not None:
             table = torch.cat([sums, weights[:-1, None]], 1)
-            table = _Summed.apply(table, self._group)
+            table = sum_parts(table, self._group)
             sums = table[:, :-1]
             weights = torch.cat([table[:, -1].detach(), weights[-1:]])
         # Each rank with a part of the sequences computes the full losses, and counts 1/n of them.
-        shares = 1 if self._group is None else dist.get_world_size(self._group)
+        shares = shares_of(self._group)
         coefficients = {"aux_loss": self.terms.aux, "z_loss": self.terms.z}
         figures = {**loss.figures, name: loss.total.detach()}
         added: Any = 0
@@ -138,6 +140,18 @@ class RouterLosses:
         self._micro = micro
         if micro in self._tokens_of:
             self.tokens.set(*self._tokens_of[micro])
+
+    @contextmanager
+    def silenced(self) -> Iterator[None]:
+        """Forwards inside of this context add nothing: those of a reference, for one."""
+        before = self._tokens_of
+        self._tokens_of = {}
+        self.tokens.set(None, None)
+        self._empty()
+        try:
+            yield
+        finally:
+            self._tokens_of = before
 
     def _empty(self) -> None:
         for slot in self._slots.values():
@@ -179,25 +193,15 @@ class RoutedObjective:
         if routers.terms:
             self.figures = (*self.figures, self._name, *routers.terms.names)
 
+    def prepare(self, batches: list[Any]) -> list[Any]:
+        """As `prepared` of nn/objective.py."""
+        with self._routers.silenced():
+            return prepared(self._plain, batches)
+
     def __call__(self, model: Any, batch: Any) -> Loss:
         """The loss, summed over the micro-batch."""
         self._routers.begin(batch)
         return self._routers.finish(self._plain(model, batch), self._name)
-
-
-class _Summed(torch.autograd.Function):
-    """All-reduce. Every rank computes the same loss and takes 1/n of it: gradients times n."""
-
-    @staticmethod
-    def forward(ctx: Any, table: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:  # type: ignore[override]
-        ctx.ranks = dist.get_world_size(group)
-        summed = table.clone()
-        dist.all_reduce(summed, group=group)
-        return summed
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
-        return gradient * ctx.ranks, None
 
 
 def _clearing(slots: list[_TableSlot]) -> Callable[..., None]:

@@ -49,6 +49,9 @@ def grouped(batch: Any, balance: Balance) -> tuple[torch.Tensor, torch.Tensor]:
     weights = torch.zeros(groups + 1, device=numbers.device)
     if isinstance(batch, PreferenceBatch):  # a pair of conversations or a single one is one unit
         each = 1.0 if batch.wanted is not None else 0.5
+        mask: Any = batch.attention_mask
+        if isinstance(mask, ContextRows):  # ranks add their weights, and each has parts of all
+            each /= mask.layout.ranks
         weights[:-1] = each * (batch.count if balance == "micro_batch" else 1)
     elif batch.labels.shape == batch.input_ids.shape:
         trained = (batch.labels != IGNORE).flatten().to(weights.dtype)

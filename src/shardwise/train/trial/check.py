@@ -34,6 +34,7 @@ TILE = 4  # tokens at a time, where a run has tiles
 
 if TYPE_CHECKING:
     from shardwise.nn.tiny.case import TinyCase
+    from shardwise.resolved_run import ResolvedRun
 
 
 def small_run(run: Run) -> tuple[Run, int]:
@@ -84,6 +85,25 @@ def _small_method(run: Run) -> Any:
     if isinstance(method, Qlora):
         method = Lora(**method.model_dump(include=set(Lora.model_fields) - {"type"}))
     return method.model_copy(update={"adapter": None, "dropout": 0.0})
+
+
+def check_run_axes(job: ResolvedRun, say: Callable[[str], None] = lambda _: None) -> None:
+    """Raises a UserError if the run's axes do not go with its model, or the teacher beside it."""
+    check_axes(job.source, job.run, say)
+    teacher = job.teacher
+    if teacher is None or teacher.answers is not None:
+        return
+    from shardwise.parallel.frozen_model import frozen_run
+
+    run = frozen_run(job.run, teacher.source.config)
+    if not run.parallel.uses_model_parallelism:
+        return
+    try:
+        check_axes(teacher.source, run, say)
+    except UserError as error:
+        problem = f"the teacher's {error.problem}"
+        remedy = f"{error.remedy}, or ask the teacher once (objective.cache: true and top_k)"
+        raise UserError(error.field, error.value, problem, remedy) from None
 
 
 def check_axes(source: ModelSource, run: Run, say: Callable[[str], None] = lambda _: None) -> None:
