@@ -120,19 +120,21 @@ def _secondary(parts: Any) -> int:
 
 
 def _Groups(node: int) -> Any:
-    from shardwise.parallel.zero.accounting import WireCount, _group_ranks
+    from shardwise.parallel.zero.accounting import WireCount, collective_of
 
     class Groups(WireCount):
-        """Counts gathers by the size of their group too."""
+        """Counts gathers by the ranks of their group too."""
 
         def __init__(self) -> None:
             super().__init__(node)
             self.gathers: Counter[tuple[int, ...]] = Counter()
 
-        def _count(self, name: str, args: Any, outside: float) -> None:
-            super()._count(name, args, outside)
-            if name.startswith("_allgather_base"):
-                self.gathers[tuple(_group_ranks(args))] += 1
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = super().__torch_dispatch__(func, types, args, kwargs)
+            collective = collective_of(func, args, result)
+            if collective is not None and collective.kind == "all_gather":
+                self.gathers[collective.ranks] += 1
+            return result
 
     return Groups()
 

@@ -101,7 +101,7 @@ def _divides_heads(model: Any, ranks: int) -> bool:
 
 
 def _may_run_locally(block: nn.Module) -> bool:
-    """Whether a block has nothing beside the layers that were tried: adapters, dropout."""
+    """Whether a block is of this stage and has nothing beside what was tried: adapters, dropout."""
     for module in block.modules():
         if isinstance(module, AdapterLayer) or is_packed(module):
             return False
@@ -110,7 +110,8 @@ def _may_run_locally(block: nn.Module) -> bool:
         for name, value in vars(module).items():
             if "dropout" in name and isinstance(value, float) and value:
                 return False
-    return all(isinstance(p, DTensor) for p in block.parameters())
+    parameters = list(block.parameters())  # none in blocks of other pipeline stages
+    return bool(parameters) and all(isinstance(p, DTensor) for p in parameters)
 
 
 def _is_even(
