@@ -58,6 +58,7 @@ def test_the_table(results: dict[tuple[str, str, str], ZooResult]) -> None:
     table = as_markdown([one for one in results.values() if one.task == "causal"], "shardwise zoo")
     assert "| llama | ✓ | ✓ | ✓ |  |  |" in table, table
     assert any(line.startswith("causal, tensor: 7 of 7 right") for line in summary(list(results.values())))
+    assert results["tensor", "causal", "llama"].plain == 1
 
 
 def test_every_architecture_is_tried() -> None:

@@ -53,8 +53,9 @@ def test_own_loop_offloaded(
 
     plain = run(config, "plain", 6, False)
     offloaded = run(away, "away", 6, False)
-    # torch's AdamW and ours round one weight in a thousand to neighbouring numbers, whatever the gradient: no more.
-    bound = 1e-6
+    # torch's AdamW and ours round one weight in a thousand to neighbouring numbers, whatever the gradient: no more. In
+    # bf16 that is another weight now and then, by the width of the CPU's vectors. One update moves the loss by 0.3.
+    bound = 1e-6 if precision == "fp32" else 4e-3
     assert max(abs(a - b) for a, b in zip(plain, offloaded, strict=True)) <= bound
     on = run(config, "away", 2, True), run(away, "plain", 2, True)  # each goes on from the other's checkpoint
     assert max(abs(a - b) for a, b in zip(*on, strict=True)) <= bound

@@ -18,6 +18,7 @@ import torch
 from shardwise.config.objectives import Task
 from shardwise.config.schema import Run
 from shardwise.distributed.mesh import MeshLayout, layout_of
+from shardwise.nn.models.build import find_blocks
 from shardwise.nn.tiny.case import TinyCase, case_of
 from shardwise.nn.tiny.shrink import shrink
 from shardwise.parallel.tiny_reference import alone
@@ -42,6 +43,7 @@ class ZooResult:
     gradient: float | None = None
     why: str = ""
     seconds: float = 0.0
+    plain: float | None = None  # along tensor, the share of blocks that run on plain tensors
 
 
 def architectures(task: Task) -> list[str]:
@@ -96,7 +98,13 @@ def _on_rank(rank: int, folder: Path, model_type: str, task: Task, run: Run, lay
         expected = alone(case)
     except BaseException as error:
         return {"outcome": "unbuilt", "why": line_of(error)}
-    return try_on_rank(rank, folder, case, run, layout, lambda: expected, TIMEOUT)
+    plain: dict[str, float] = {}
+
+    def see(model: Any, context: Any) -> None:
+        if context.tensor is not None and (blocks := find_blocks(model)):
+            plain["plain"] = len(context.tensor.local) / len(blocks)
+
+    return try_on_rank(rank, folder, case, run, layout, lambda: expected, TIMEOUT, see) | plain
 
 
 def as_json(results: Sequence[ZooResult]) -> str:

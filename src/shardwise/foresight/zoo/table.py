@@ -80,9 +80,15 @@ def summary(results: Sequence[ZooResult]) -> list[str]:
             counts["refused"] -= dense
         built = counts["pass"] + counts["wrong"] + counts["refused"]
         share = counts["pass"] / built if built else 0.0
+        plain = sum(
+            result.plain == 1 and result.outcome == "pass"
+            for result in results
+            if (result.task, result.axis) == (task, axis)
+        )
         lines.append(
             f"{task}, {axis}: {counts['pass']} of {built} right ({share:.1%}), "
             f"{counts['wrong']} wrong, {counts['refused']} refused"
+            + (f"; every block on plain tensors: {plain}" if axis == "tensor" else "")
         )
     return lines
 
@@ -101,7 +107,8 @@ def as_markdown(results: Sequence[ZooResult], command: str) -> str:
         "",
         *(f"- {line}" for line in summary(results)),
         "",
-        "✓ the same as one process; – refused, for the reason in the last column; an empty field: not tried there.",
+        "✓ the same as one process, (✓) with blocks that run as DTensors, which is slower; – refused, for the reason "
+        "in the last column; an empty field: not tried there.",
     ]
     for task in dict.fromkeys(result.task for result in results):
         task_results = [result for result in results if result.task == task]
@@ -124,13 +131,18 @@ def _row(name: str, axes: Sequence[str], row: dict[str, ZooResult]) -> str:
     if unbuilt is not None:
         return f"| {name} |{' |' * len(axes)} no tiny model runs here: {_cell(unbuilt.why)} |"
     dense = {axis for axis, result in row.items() if result.why == "has no experts"}
-    signs = " | ".join("" if axis in dense or axis not in row else SIGNS[row[axis].outcome] for axis in axes)
+    signs = " | ".join("" if axis in dense or axis not in row else _sign(row[axis]) for axis in axes)
     reasons: dict[str, list[str]] = {}
     for axis, result in row.items():
         if result.outcome in ("refused", "wrong") and axis not in dense:
             reasons.setdefault(_cell(result.why), []).append(axis)
     explanation = "; ".join(f"{', '.join(axes_affected)}: {reason}" for reason, axes_affected in reasons.items())
     return f"| {name} | {signs} | {explanation} |"
+
+
+def _sign(result: ZooResult) -> str:
+    sign = SIGNS[result.outcome]
+    return f"({sign})" if result.axis == "tensor" and result.outcome == "pass" and result.plain != 1 else sign
 
 
 def _cell(text: str) -> str:

@@ -71,10 +71,12 @@ def try_on_rank(
     layout: MeshLayout,
     reference: Callable[[], LossAndGradients],
     timeout: float,
+    see: Callable[[Any, Any], None] = lambda model, context: None,
 ) -> dict[str, Any]:
     """Joins the ranks that meet in `folder` and returns the outcome of the trial on this one.
 
-    A refusal by an axis has its name.
+    A refusal by an axis has its name. `see` gets the model and the `ParallelContext` it was
+    assembled with.
     """
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(layout.ranks), "LOCAL_RANK": str(rank)}
     refused: dict[str, str] = {}
@@ -84,7 +86,8 @@ def try_on_rank(
         limit = datetime.timedelta(seconds=timeout)
         dist.init_process_group("gloo", f"file://{folder}/meet", limit, layout.ranks, rank)
         try:
-            return judge(try_run(case, run, join_world("cpu", "gloo", timeout, layout)), expected)
+            world = join_world("cpu", "gloo", timeout, layout)
+            return judge(try_run(case, run, world, see), expected)
         except AxisRefused as refusal:
             refused["axis"] = refusal.axis
             raise
@@ -103,7 +106,12 @@ def reference_of(case: TinyCase, run: Run) -> LossAndGradients:
     return alone(case, add_adapters)
 
 
-def try_run(case: TinyCase, run: Run, world: World) -> LossAndGradients:
+def try_run(
+    case: TinyCase,
+    run: Run,
+    world: World,
+    see: Callable[[Any, Any], None] = lambda model, context: None,
+) -> LossAndGradients:
     """Returns the loss and every full gradient of a model that is assembled as the run says.
 
     Collective; the result is the same on every rank.
@@ -111,6 +119,7 @@ def try_run(case: TinyCase, run: Run, world: World) -> LossAndGradients:
     source = ModelSource("trial", case.config, None, "", task=case.task, attention=case.attention)
     model = case.model()
     sharded, context = parallelize(model, run, world, source, materialise=lambda _, device: None)
+    see(model, context)
     fill_added(model)
     inputs = case.inputs()
     labels = case.labels()
