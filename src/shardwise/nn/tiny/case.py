@@ -132,18 +132,20 @@ _SINGLE: dict[tuple[Any, ...], bool] = {}
 
 
 def case_of(config: Any, task: Task, attention: str = "") -> TinyCase:
-    """Returns a case in double precision, or in single if the model's own code mixes the two."""
+    """Returns a case in double precision, or in single if the model's own code wants that."""
     case = TinyCase(config, task, attention=attention)
     key = type(config), config.to_json_string(), task
     if key not in _SINGLE:
         try:
             with torch.random.fork_rng(devices=[]), torch.no_grad():
                 model = case.model()
-                model(**case.inputs(rows=1), use_cache=False)
-            # Its code may convert parameters in place (routers of Switch Transformers).
-            _SINGLE[key] = any(parameter.dtype is torch.float32 for parameter in model.parameters())
+                logits = model(**case.inputs(rows=1), use_cache=False).logits
+            # Its code may convert parameters in place (routers of Switch Transformers), or mask by
+            # a number that overflows (ProphetNet).
+            is_mixed = any(parameter.dtype is torch.float32 for parameter in model.parameters())
+            _SINGLE[key] = is_mixed or bool(logits.isnan().any())
         except RuntimeError as error:
-            _SINGLE[key] = "dtype" in str(error)
+            _SINGLE[key] = any(word in str(error) for word in ("dtype", "overflow"))
         except Exception:
             _SINGLE[key] = False  # whatever it is, it is said where the case is tried
     return replace(case, dtype=torch.float32) if _SINGLE[key] else case
