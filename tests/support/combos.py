@@ -80,6 +80,8 @@ def _possible(features: Sequence[Feature]) -> bool:
     axes = {one.of for one in features} & {"parallel.tensor", "context", "pipeline"}
     if len(axes) > 2 or any({a, b} <= set(features) for a, b in NO_MODEL):
         return False
+    if axes == {"parallel.tensor", "pipeline"} and f.REDUCE in features:  # four ranks: none is left to sum over
+        return False
     run = run_with(*features)
     return not clashes(run) and all(one.on(run) for one in features)
 
