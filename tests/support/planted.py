@@ -163,13 +163,13 @@ def router_losses_dropped() -> None:
 
 def router_sums_of_one_rank() -> None:
     """Of sequences that several ranks have parts of, each balances its own part."""
-    from shardwise.parallel.routers import hooks as watch
+    from shardwise.parallel.context import sums
 
     def forward(ctx: Any, table: torch.Tensor, group: Any) -> torch.Tensor:
         ctx.ranks = 2
         return table.clone()
 
-    watch._Summed.forward = staticmethod(forward)  # type: ignore[assignment, method-assign]
+    sums._Summed.forward = staticmethod(forward)  # type: ignore[assignment, method-assign]
 
 
 def router_sums_of_one_stage() -> None:

@@ -252,7 +252,7 @@ def judged_batch(run: dict[str, Any]) -> dict[str, float]:
 
     parts = parts_of(run)
     batch = batch_of(parts, 0).micro_batches[0]
-    loss = parts.objective(parts.sharded.model, batch)
+    loss = parts.context.loss(parts.sharded.model, parts.objective, batch)
     model: Any = AutoModelForCausalLM.from_pretrained(run["model"], attn_implementation="eager")
     flat, numbers = batch.input_ids.flatten(), batch.conversations.flatten()
     each = [model(input_ids=flat[numbers == i][None], output_router_logits=True).aux_loss for i in range(batch.count)]

@@ -26,6 +26,7 @@ from torch.distributed.fsdp import FSDPModule
 from shardwise.core.compat.torch_private import (
     finish_backward,
     is_recomputed,
+    is_view,
     parameter_groups,
     stage_backward_input,
     stage_backward_weight,
@@ -89,7 +90,7 @@ def backward_of_inputs(
     rest_gradients: list[torch.Tensor] = []
     for i, output in enumerate(outputs):
         reaches = _reaches(output, leaves)
-        if reaches and output._is_view():
+        if reaches and is_view(output):
             output = output.clone()  # torch detaches outputs in place, which views do not take
         (split if reaches else rest).append(output)
         if gradients is not None:
