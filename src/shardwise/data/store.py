@@ -116,7 +116,7 @@ class TokenStore:
     def table(self, chunk: int) -> np.ndarray:
         """Length, number of loss tokens and row number of each document of a chunk."""
         if chunk not in self._tables:
-            self._tables[chunk] = np.load(self._file(chunk, "table"))
+            self._tables[chunk] = _values(np.fromfile(self._file(chunk, "table"), np.uint8), TABLE)
             if len(self._tables) > OPEN:
                 self._tables.popitem(last=False)
         self._tables.move_to_end(chunk)
@@ -153,5 +153,13 @@ def mapped(file: Path) -> np.ndarray:
     import torch
 
     content = torch.from_file(str(file), shared=False, size=file.stat().st_size, dtype=torch.uint8).numpy()
-    header = 10 + int(content[8:10].view("<u2")[0])  # of .npy version 1: magic, version, then the header's length
-    return content[header:].view(np.uint32)
+    return _values(content, np.dtype(np.uint32))
+
+
+def _values(content: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """What is in a one-dimensional .npy file of version 1: magic, version, the header's length, header, values.
+
+    numpy parses the header as Python, which fails now and then in Python 3.11 if two threads do so (cpython gh-106905).
+    """
+    header = 10 + int(content[8:10].view("<u2")[0])
+    return content[header:].view(dtype)
