@@ -474,6 +474,23 @@ def train_each(runs: dict[str, dict[str, Any]]) -> dict[str, Any]:
     return {name: train(run) for name, run in runs.items()}
 
 
+def _engine_over_axes(config: dict[str, Any], kind: str, family: dict[str, Any] | None) -> Any:
+    """`shardwise.initialize` on a tiny model of which each rank draws its own values: the first rank's count."""
+    import torch.distributed as dist
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    import shardwise
+    from support.tiny import LLAMA
+
+    values = dict(family or LLAMA)
+    torch.manual_seed(dist.get_rank())
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(values.pop("model_type"), **values))
+    optimizer: Any = None
+    if kind == "instance":
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
+    return shardwise.initialize(model, optimizer, config)
+
+
 def own_axes_loop(
     config: dict[str, Any],
     folder: str,
@@ -484,18 +501,8 @@ def own_axes_loop(
 ) -> list[float]:
     """A user's loop over axes: each data rank reads its rows; mean losses of micro-batches, and norms."""
     import torch.distributed as dist
-    from transformers import AutoConfig, AutoModelForCausalLM
 
-    import shardwise
-    from support.tiny import LLAMA
-
-    values = dict(family or LLAMA)
-    torch.manual_seed(dist.get_rank())  # the first rank's values count
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(values.pop("model_type"), **values))
-    optimizer: Any = None
-    if kind == "instance":
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
-    engine = shardwise.initialize(model, optimizer, config)
+    engine = _engine_over_axes(config, kind, family)
     start = engine.load(folder)["next"] if resume else 0
     losses = []
     for index in range(start, start + steps):
@@ -600,19 +607,10 @@ def own_train_batch(
 ) -> list[float]:
     """A user's `train_batch` over axes: losses and norms of the updates, and a held-out loss."""
     import torch.distributed as dist
-    from transformers import AutoConfig, AutoModelForCausalLM
 
-    import shardwise
     from shardwise.core.errors import UserError
-    from support.tiny import LLAMA
 
-    values = dict(family or LLAMA)
-    torch.manual_seed(dist.get_rank())  # the first rank's values count
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(values.pop("model_type"), **values))
-    optimizer: Any = None
-    if kind == "instance":
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
-    engine = shardwise.initialize(model, optimizer, config)
+    engine = _engine_over_axes(config, kind, family)
     start = engine.load(folder)["next"] if resume else 0
     place = engine.data_parallel_rank, engine.data_parallel_world_size
     if engine.context.pipeline is not None:

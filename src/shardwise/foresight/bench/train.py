@@ -4,9 +4,9 @@ The run's own code takes its steps on its own model, with random weights and ful
 nor data are read. On several ranks of this machine each takes its part.
 
 [Note: one rank of a world] With `--nodes` and `--gpus` this process is one rank of that many, whose collectives return
-at once: real kernels, real memory, real work of the host, no network. What arrives from other ranks is whatever lies in
-the buffers, so that losses mean nothing. A pipeline's later stages need to know what reaches them: the stages before
-them are rehearsed first, on tensors without memory.
+at once: real kernels, real memory, real work of the host, no network. What arrives from other ranks is what the buffers
+held before, so losses mean nothing. A pipeline's later stages need to know what reaches them: the stages before them
+are rehearsed first, on tensors without memory.
 """
 
 from __future__ import annotations
